@@ -56,7 +56,7 @@ mod suite {
 
 /// The pool under test.
 mod pool {
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     use diesel_async::AsyncPgConnection;
     use diesel_async::pooled_connection::AsyncDieselConnectionManager;
@@ -88,6 +88,13 @@ mod pool {
     pub(crate) async fn get(
         pool: &PgPool,
     ) -> impl std::ops::DerefMut<Target = AsyncPgConnection> + use<> {
-        pool.get_owned().await.expect("the pool has a connection")
+        // Which may be impatient, and slow.
+        let end = Instant::now() + Duration::from_secs(60);
+        loop {
+            match pool.get_owned().await {
+                Err(_) if Instant::now() < end => {}
+                got => return got.expect("the pool has a connection"),
+            }
+        }
     }
 }

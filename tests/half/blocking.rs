@@ -70,15 +70,20 @@ pub(crate) fn execute(conn: &mut Conn, sql: &str) -> QueryResult<()> {
     conn.batch_execute(sql)
 }
 
+/// Takes a connection.
+fn get(pool: &PgPool) -> impl std::ops::DerefMut<Target = Conn> + use<> {
+    crate::support::patiently(|| pool.get().map_err(|error| Error::Pool(error.into())))
+}
+
 /// Takes as many connections as the pool has, and runs SQL on each.
 pub(crate) fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
-    let mut all: Vec<_> = (0..pool.max_size()).map(|_| pool.get().unwrap()).collect();
+    let mut all: Vec<_> = (0..pool.max_size()).map(|_| get(pool)).collect();
     all.iter_mut().try_for_each(|conn| conn.batch_execute(sql))
 }
 
 /// Takes one connection out of the pool, and does something with it.
 pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
-    work(&mut pool.get().unwrap())
+    work(&mut get(pool))
 }
 
 /// Runs the pending migrations of an application on a connection of its own.
@@ -88,7 +93,7 @@ pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<Str
 
 /// Takes one connection out of the pool, and runs SQL on it.
 pub(crate) fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
-    pool.get().unwrap().batch_execute(sql)
+    get(pool).batch_execute(sql)
 }
 
 /// A pool that does not check its connections.

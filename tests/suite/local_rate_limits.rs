@@ -149,13 +149,17 @@ fn all_instances_allow_a_chunk_more_each_at_most() {
                 let (local, grants, start) = (local.clone(), &grants, &start);
                 scope.spawn(move || {
                     start.wait();
-                    let mut mine = Vec::new();
-                    while began.elapsed() < Duration::from_secs(2) {
-                        if is_allowed(&local, "7") {
-                            mine.push(began.elapsed());
+                    let is_enough = || grants.lock().unwrap().len() > 450;
+                    while !is_enough() && began.elapsed() < Duration::from_secs(60) {
+                        match wait(local.check("7")) {
+                            Ok(check) if check.is_allowed() => {
+                                grants.lock().unwrap().push(began.elapsed());
+                            }
+                            // On a machine that is too slow, its turn does not come in time.
+                            Ok(_) | Err(Error::KeyLocked(_) | Error::Database(_)) => {}
+                            Err(error) => panic!("{error}"),
                         }
                     }
-                    grants.lock().unwrap().extend(mine);
                 });
             }
         }
@@ -170,5 +174,5 @@ fn all_instances_allow_a_chunk_more_each_at_most() {
         // A thread that was interrupted between a check and the clock may be counted late.
         assert!(in_a_period.count() <= most + 6);
     }
-    assert!(grants.len() > 200, "{}", grants.len());
+    assert!(grants.len() > 450, "{}", grants.len());
 }

@@ -8,10 +8,10 @@ use diesel_interlock::testing::{expire, make_tick_due};
 use workbench::RoundTrips;
 
 use crate::assert_matches;
-use crate::half::schedule::{RunDue, every};
+use crate::half::schedule::RunDue;
 use crate::half::*;
 use crate::support::exporter::{Metrics, exported};
-use crate::support::{eventually, installed, run};
+use crate::support::{LEASE, eventually, fresh, hourly, installed, once_at_least, run};
 
 const SHORT: Duration = Duration::from_millis(300);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -32,8 +32,9 @@ fn is_counted_once(
     assert_eq!((metrics.held(), metrics.lost()), (1.0, 0.0));
     loses(&semaphore, permit);
     eventually("the loss is counted", || metrics.lost() == 1.0);
+    let others = Semaphore::named(name, 1, HOUR);
     eventually("its end was sent", || {
-        wait(semaphore.try_acquire(pool)).unwrap().is_admitted()
+        wait(others.try_acquire(pool)).unwrap().is_admitted()
     });
     eventually("nothing is held", || metrics.held() == 0.0);
     assert_eq!(metrics.lost(), 1.0);
@@ -153,9 +154,13 @@ fn a_kept_permit_that_is_lost_is_counted_as_lost_once() {
         pool(&database, 2),
         make_pool(&proxy.url(), 2, Duration::from_secs(20)),
     );
-    for (name, is_cut) in [("kept and ended", false), ("kept and cut off", true)] {
+    // Whenever it is lost that is cut off, it is lost once.
+    for (name, lease, is_cut) in [
+        ("kept and ended", LEASE, false),
+        ("kept and cut off", Duration::from_millis(600), true),
+    ] {
         let metrics = Metrics(name);
-        let semaphore = Semaphore::named(name, 1, Duration::from_millis(600)).keep_alive();
+        let semaphore = Semaphore::named(name, 1, lease).keep_alive();
         let permit = wait(semaphore.acquire(&cut)).unwrap();
         if is_cut {
             proxy.cut();
@@ -188,41 +193,45 @@ fn a_run_that_has_lost_its_lease_is_counted_as_lost_once() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 2, Duration::from_secs(20));
-    for (name, is_cut) in [
-        ("a run that was ended", false),
-        ("a run that was cut off", true),
-    ] {
-        let metrics = Metrics(name);
-        let schedule = Schedule::named(name).after_crash(Duration::from_millis(600), 3);
-        let look = wait(schedule.run_due(&pool, every(HOUR), work!(|_tick| Ok::<_, Error>(()))));
-        assert_eq!(look.unwrap(), RunDue::Later(Duration::ZERO));
-        assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
-        let ran = wait(schedule.run_due(
-            &pool,
-            every(HOUR),
-            work!(|tick| {
-                assert_eq!((metrics.held(), metrics.lost()), (1.0, 0.0));
-                if is_cut {
-                    proxy.cut();
-                } else {
-                    run(&mut database.connect(), EXPIRE);
-                }
-                assert!(reply!(tick.wait_for_loss(MINUTE)));
-                Ok::<_, Error>(())
-            }),
-        ));
-        proxy.restore();
-        assert_matches!(ran, Err(Error::PermitLost(_)));
-        // The thread of its renewals may be about to count it.
-        eventually("the loss is counted", || metrics.lost() == 1.0);
-        assert_eq!(
-            (
+    for is_cut in [false, true] {
+        // It may be lost too soon.
+        once_at_least("it is lost by its work", || {
+            let name = fresh("a lost run");
+            let metrics = Metrics(name);
+            let schedule = Schedule::named(name);
+            let look = wait(schedule.run_due(&pool, hourly, work!(|_tick| Ok::<_, Error>(()))));
+            assert_eq!(look.unwrap(), RunDue::Later(Duration::ZERO));
+            assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
+            let mut is_held = false;
+            let ran = wait(schedule.after_crash(Duration::from_secs(2), 3).run_due(
+                &pool,
+                hourly,
+                work!(|tick| {
+                    is_held = (metrics.held(), metrics.lost()) == (1.0, 0.0);
+                    if is_cut {
+                        proxy.cut();
+                    } else {
+                        run(&mut database.connect(), EXPIRE);
+                    }
+                    assert!(reply!(tick.wait_for_loss(MINUTE)));
+                    Ok::<_, Error>(())
+                }),
+            ));
+            proxy.restore();
+            if !is_held {
+                return false;
+            }
+            assert_matches!(ran, Err(Error::PermitLost(_)));
+            // The thread of its renewals may be about to count it.
+            eventually("the loss is counted", || metrics.lost() == 1.0);
+            let lost = (
                 metrics.lost(),
                 metrics.operations("lost"),
-                metrics.holdings()
-            ),
-            (1.0, 1.0, 1.0)
-        );
-        assert_eq!((metrics.held(), metrics.operations("done")), (0.0, 0.0));
+                metrics.holdings(),
+            );
+            assert_eq!(lost, (1.0, 1.0, 1.0));
+            assert_eq!((metrics.held(), metrics.operations("done")), (0.0, 0.0));
+            true
+        });
     }
 }

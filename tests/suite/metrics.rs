@@ -11,51 +11,55 @@ use crate::half::{
     execute, on_one, pool, wait,
 };
 use crate::support::exporter::{Metrics, exported};
-use crate::support::{Observer, assert_after_drop, eventually, foreign_holder, installed};
+use crate::support::{
+    LEASE, Observer, assert_after_drop, eventually, foreign_holder, fresh, installed, once_at_least,
+};
 
+#[cfg(feature = "testing")]
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// What is dropped has two seconds for its reply, and so has not always the same outcome on a machine that pauses.
 #[test]
 fn locks_are_counted_by_outcome() {
-    const METRICS: Metrics = Metrics("counted lock");
-    static LOCK: AdvisoryLock = AdvisoryLock::named("counted lock");
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 3);
-    for _ in 0..3 {
-        let guard = wait(LOCK.acquire(&pool)).unwrap();
-        let began = Instant::now();
-        assert_eq!(METRICS.held(), 1.0);
-        let before = METRICS.held_seconds();
-        for _ in 0..2 {
-            assert!(wait(LOCK.try_acquire(&pool)).unwrap().is_busy());
+    once_at_least("all are counted", || {
+        let name = fresh("counted lock");
+        let (metrics, lock) = (Metrics(name), AdvisoryLock::named(name));
+        for _ in 0..3 {
+            let guard = wait(lock.acquire(&pool)).unwrap();
+            let began = Instant::now();
+            assert_eq!(metrics.held(), 1.0);
+            let before = metrics.held_seconds();
+            for _ in 0..2 {
+                assert!(wait(lock.try_acquire(&pool)).unwrap().is_busy());
+            }
+            let held = began.elapsed();
+            wait(guard.release()).unwrap();
+            assert_eq!(metrics.held(), 0.0);
+            assert!(metrics.held_seconds() - before >= held.as_secs_f64());
         }
-        let held = began.elapsed();
-        wait(guard.release()).unwrap();
-        assert_eq!(METRICS.held(), 0.0);
-        assert!(METRICS.held_seconds() - before >= held.as_secs_f64());
-    }
-    let holder = foreign_holder(&database, LOCK.lock_key());
-    let refused = wait(LOCK.acquire_timeout(&pool, Duration::from_secs(1))).unwrap();
-    assert!(refused.is_busy());
-    drop(holder);
-    eventually("it is free", || {
-        Observer::of(&database).holders(LOCK.lock_key()) == 0
+        let holder = foreign_holder(&database, lock.lock_key());
+        let waited = wait(lock.acquire_timeout(&pool, Duration::from_secs(1)));
+        assert_matches!(waited, Ok(Attempt::Busy) | Err(Error::TimedOut));
+        drop(holder);
+        eventually("it is free", || {
+            Observer::of(&database).holders(lock.lock_key()) == 0
+        });
+        let shared = lock.shared();
+        let readers: Vec<_> = (0..2)
+            .map(|_| wait(shared.try_acquire(&pool)).unwrap().acquired().unwrap())
+            .collect();
+        assert_eq!(metrics.held(), 2.0);
+        drop(readers);
+        assert_after_drop("both ends are counted", || metrics.holdings() == 5.0);
+        assert_after_drop("nothing is held", || metrics.held() == 0.0);
+        assert_eq!(metrics.operations("acquired"), 5.0);
+        assert_eq!(metrics.waits(), 4.0, "a try does not wait");
+        assert_eq!((metrics.waiting(), metrics.lost()), (0.0, 0.0));
+        ["released", "busy", "failed"].map(|outcome| metrics.operations(outcome)) == [5.0, 7.0, 0.0]
     });
-    let shared = LOCK.clone().shared();
-    let readers: Vec<_> = (0..2)
-        .map(|_| wait(shared.try_acquire(&pool)).unwrap().acquired().unwrap())
-        .collect();
-    assert_eq!(METRICS.held(), 2.0);
-    drop(readers);
-    assert_after_drop("both ends are counted", || {
-        METRICS.operations("released") == 5.0
-    });
-    assert_eq!(METRICS.operations("acquired"), 5.0);
-    assert_eq!(METRICS.operations("busy"), 7.0);
-    assert_eq!(METRICS.operations("failed"), 0.0);
-    assert_eq!(METRICS.waits(), 4.0, "a try does not wait");
-    assert_eq!(METRICS.holdings(), 5.0);
-    assert_after_drop("nothing is held", || METRICS.held() == 0.0);
-    assert_eq!((METRICS.waiting(), METRICS.lost()), (0.0, 0.0));
 }
 
 #[test]
@@ -139,92 +143,97 @@ fn a_local_limit_counts_calls_and_chunks() {
     assert_eq!(METRICS.operations("no chunk"), 1.0);
 }
 
+/// The end of what is dropped is noticed in two seconds, or called a failure.
 #[test]
 fn a_killed_session_is_counted_as_lost() {
-    const METRICS: Metrics = Metrics("killed");
-    static LOCK: AdvisoryLock = AdvisoryLock::named("killed");
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
     let mut observer = Observer::of(&database);
-    for _ in 0..2 {
-        let guard = wait(LOCK.acquire(&pool)).unwrap();
+    once_at_least("all are counted", || {
+        let name = fresh("killed");
+        let (metrics, lock) = (Metrics(name), AdvisoryLock::named(name));
+        for _ in 0..2 {
+            let guard = wait(lock.acquire(&pool)).unwrap();
+            observer.kill(guard.backend_pid());
+            assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
+        }
+        let guard = wait(lock.acquire(&pool)).unwrap();
         observer.kill(guard.backend_pid());
-        assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
-    }
-    let guard = wait(LOCK.acquire(&pool)).unwrap();
-    observer.kill(guard.backend_pid());
-    drop(guard);
-    assert_after_drop("all are counted", || METRICS.lost() == 3.0);
-    assert_eq!(METRICS.operations("lost"), 3.0);
-    assert_eq!(METRICS.operations("released"), 0.0);
-    assert_eq!(METRICS.holdings(), 3.0);
-    assert_after_drop("nothing is held", || METRICS.held() == 0.0);
+        drop(guard);
+        assert_after_drop("all ends are counted", || metrics.holdings() == 3.0);
+        assert_after_drop("nothing is held", || metrics.held() == 0.0);
+        assert_eq!(metrics.operations("released"), 0.0);
+        (metrics.operations("lost"), metrics.lost()) == (3.0, 3.0)
+    });
 }
 
 #[test]
 fn the_gauge_of_held_locks_falls_on_every_way_out() {
-    const METRICS: Metrics = Metrics("left");
-    static LOCK: AdvisoryLock = AdvisoryLock::named("left");
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
-    let failed: Result<(), Error> = wait(LOCK.with(
-        &pool,
-        work!(|_conn| {
-            assert_eq!(METRICS.held(), 1.0);
-            Err(Error::TimedOut)
-        }),
-    ));
-    failed.unwrap_err();
-    assert_after_drop("after an error", || METRICS.held() == 0.0);
-    let guard = wait(LOCK.acquire(&pool)).unwrap();
-    catch_unwind(AssertUnwindSafe(move || {
-        let _guard = guard;
-        panic!("of the work");
-    }))
-    .unwrap_err();
-    assert_after_drop("after a panic", || METRICS.held() == 0.0);
-    // An open transaction: the connection is discarded.
-    let mut guard = wait(LOCK.acquire(&pool)).unwrap();
-    begin(guard.conn());
-    assert_matches!(wait(guard.release()), Err(Error::TransactionLeftOpen(_)));
-    assert_eq!(METRICS.held(), 0.0);
-    // An aborted one: the release fails.
-    let mut guard = wait(LOCK.acquire(&pool)).unwrap();
-    wait(execute(guard.conn(), "BEGIN")).unwrap();
-    wait(execute(guard.conn(), "SELECT 1/0")).unwrap_err();
-    drop(guard);
-    assert_after_drop("after a failed release", || METRICS.held() == 0.0);
-    // On a connection of the caller.
-    on_one(&pool, |conn| {
-        let entered = wait(LOCK.with_on(
-            conn,
+    // As above, for three of its ends.
+    once_at_least("all are counted", || {
+        let name = fresh("left");
+        let (metrics, lock) = (Metrics(name), AdvisoryLock::named(name));
+        let failed: Result<(), Error> = wait(lock.with(
+            &pool,
             work!(|_conn| {
-                assert_eq!(METRICS.held(), 1.0);
-                Ok::<_, Error>(())
+                assert_eq!(metrics.held(), 1.0);
+                Err(Error::TimedOut)
             }),
         ));
-        entered.unwrap();
-        assert_eq!(METRICS.held(), 0.0);
-        let panicked = catch_unwind(AssertUnwindSafe(|| {
-            wait(LOCK.with_on(
+        failed.unwrap_err();
+        assert_after_drop("after an error", || metrics.held() == 0.0);
+        let guard = wait(lock.acquire(&pool)).unwrap();
+        catch_unwind(AssertUnwindSafe(move || {
+            let _guard = guard;
+            panic!("of the work");
+        }))
+        .unwrap_err();
+        assert_after_drop("after a panic", || metrics.held() == 0.0);
+        // An open transaction: the connection is discarded.
+        let mut guard = wait(lock.acquire(&pool)).unwrap();
+        begin(guard.conn());
+        assert_matches!(wait(guard.release()), Err(Error::TransactionLeftOpen(_)));
+        assert_eq!(metrics.held(), 0.0);
+        // An aborted one: the release fails.
+        let mut guard = wait(lock.acquire(&pool)).unwrap();
+        wait(execute(guard.conn(), "BEGIN")).unwrap();
+        wait(execute(guard.conn(), "SELECT 1/0")).unwrap_err();
+        drop(guard);
+        assert_after_drop("after a failed release", || metrics.held() == 0.0);
+        // On a connection of the caller.
+        on_one(&pool, |conn| {
+            let entered = wait(lock.with_on(
                 conn,
                 work!(|_conn| {
-                    if METRICS.held() == 1.0 {
-                        panic!("of the work");
-                    }
+                    assert_eq!(metrics.held(), 1.0);
                     Ok::<_, Error>(())
                 }),
-            ))
-        }));
-        assert!(panicked.is_err());
-        assert_eq!(METRICS.held(), 0.0);
+            ));
+            entered.unwrap();
+            assert_eq!(metrics.held(), 0.0);
+            let panicked = catch_unwind(AssertUnwindSafe(|| {
+                wait(lock.with_on(
+                    conn,
+                    work!(|_conn| {
+                        if metrics.held() == 1.0 {
+                            panic!("of the work");
+                        }
+                        Ok::<_, Error>(())
+                    }),
+                ))
+            }));
+            assert!(panicked.is_err());
+            assert_eq!(metrics.held(), 0.0);
+        });
+        assert_after_drop("each end is counted", || metrics.holdings() == 6.0);
+        assert_eq!(metrics.operations("acquired"), 6.0);
+        assert_eq!(metrics.waiting(), 0.0);
+        metrics.operations("failed") == 1.0 + 1.0
     });
-    assert_after_drop("each end is counted", || METRICS.holdings() == 6.0);
-    assert_eq!(METRICS.operations("acquired"), 6.0);
-    assert_eq!(METRICS.operations("failed"), 1.0 + 1.0);
-    assert_eq!(METRICS.waiting(), 0.0);
 }
 
 #[test]
@@ -259,28 +268,25 @@ fn a_permit_counts_as_held_until_it_is_released_dropped_or_detached() {
 #[test]
 fn a_kept_permit_is_counted_as_lost_when_that_is_noticed_and_once() {
     const METRICS: Metrics = Metrics("lost permit");
-    static KEPT: Semaphore =
-        Semaphore::named("lost permit", 1, Duration::from_millis(600)).keep_alive();
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
-    let permits = [false, true].map(|is_released| {
-        let permit = wait(KEPT.acquire(&pool)).unwrap();
-        assert!(wait(KEPT.complete(&pool, permit.fencing_token())).unwrap());
+    // Their losses are noticed after four seconds.
+    let kept = Semaphore::named("lost permit", 2, LEASE).keep_alive();
+    let [released, dropped] = [(); 2].map(|()| wait(kept.acquire(&pool)).unwrap());
+    for permit in [&released, &dropped] {
+        assert!(wait(kept.complete(&pool, permit.fencing_token())).unwrap());
+    }
+    for permit in [&released, &dropped] {
         assert!(wait(permit.wait_for_loss(Duration::from_secs(60))));
-        let so_far = 1.0 + f64::from(u8::from(is_released));
-        eventually("it is counted while its holder goes on", || {
-            METRICS.lost() == so_far
-        });
-        assert_eq!(METRICS.held(), 0.0);
-        if is_released {
-            wait(permit.release()).unwrap_err();
-            return None;
-        }
-        Some(permit)
+    }
+    eventually("they are counted while their holder goes on", || {
+        METRICS.lost() == 2.0
     });
-    drop(permits);
-    let next = wait(KEPT.acquire(&pool)).unwrap();
+    assert_eq!(METRICS.held(), 0.0);
+    wait(released.release()).unwrap_err();
+    drop(dropped);
+    let next = wait(Semaphore::named("lost permit", 2, HOUR).acquire(&pool)).unwrap();
     assert_eq!(METRICS.held(), 1.0);
     wait(next.release()).unwrap();
     assert_eq!(METRICS.operations("lost"), 2.0);

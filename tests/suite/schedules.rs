@@ -12,9 +12,9 @@ use diesel_interlock::testing::make_tick_due;
 use workbench::{RoundTrips, When};
 
 use crate::assert_matches;
-use crate::half::schedule::{CatchUp, RunDue, every};
+use crate::half::schedule::{CatchUp, RunDue};
 use crate::half::*;
-use crate::support::{eventually, installed, number, run, text, truth};
+use crate::support::{LEASE, eventually, hourly, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(HOUR, 3);
@@ -33,7 +33,7 @@ fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
 fn looked(schedule: &Schedule, pool: &PgPool) -> RunDue {
     wait(schedule.run_due(
         pool,
-        every(HOUR),
+        hourly,
         work!(|tick| {
             assert_eq!(tick.attempt(), 1);
             Ok::<_, Error>(())
@@ -48,7 +48,7 @@ fn panics() -> Result<()> {
 
 fn crash(schedule: &Schedule, pool: &PgPool, conn: &mut PgConnection) {
     let died = catch_unwind(AssertUnwindSafe(|| {
-        wait(schedule.run_due(pool, every(HOUR), work!(|_tick| panics())))
+        wait(schedule.run_due(pool, hourly, work!(|_tick| panics())))
     }));
     assert!(died.is_err());
     eventually("a panic gives it to others", || {
@@ -62,7 +62,7 @@ fn runs_once(schedule: &Schedule, pool: &PgPool, runs: &AtomicU64) {
     eventually("it has run", || {
         let look = wait(schedule.run_due(
             pool,
-            every(HOUR),
+            hourly,
             work!(|tick| {
                 assert_eq!(tick.attempt(), 1);
                 runs.fetch_add(1, Ordering::SeqCst);
@@ -99,7 +99,7 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_if_its_process_looks_again() {
         let (fault, runs) = (proxy.sever_at(n, When::BeforeReply), AtomicU64::new(0));
         let first = wait(schedule.run_due(
             &pool,
-            every(HOUR),
+            hourly,
             work!(|_tick| {
                 runs.fetch_add(1, Ordering::SeqCst);
                 Ok::<_, Error>(())
@@ -126,7 +126,7 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_if_its_process_looks_again() {
         due(&schedule, &pool, 1);
         let runs = AtomicU64::new(0);
         let first = proxy.sever_at(orphan, When::BeforeReply);
-        let look_of_orphan = wait(schedule.run_due(&pool, every(HOUR), work!(|_tick| panics())));
+        let look_of_orphan = wait(schedule.run_due(&pool, hourly, work!(|_tick| panics())));
         assert!(look_of_orphan.is_err() && first.has_happened());
         proxy.sever_at(n, When::BeforeReply);
         runs_once(&schedule, &pool, &runs);
@@ -179,7 +179,7 @@ fn a_deleted_row_does_not_restart_the_tokens_of_a_schedule() {
         let token = AtomicU64::new(0);
         let ran = wait(schedule.run_due(
             &pool,
-            every(HOUR),
+            hourly,
             work!(|tick| {
                 token.store(tick.fencing_token() as u64, Ordering::SeqCst);
                 Ok::<_, Error>(())
@@ -209,7 +209,7 @@ fn an_error_that_says_nothing_is_stored_as_failed() {
     for error in ["", "\0"] {
         let schedule = REPORT.key(error.len());
         due(&schedule, &pool, 1);
-        let ran = wait(schedule.run_due(&pool, every(HOUR), work!(|_tick| Err::<(), _>(error))));
+        let ran = wait(schedule.run_due(&pool, hourly, work!(|_tick| Err::<(), _>(error))));
         assert_eq!(ran.unwrap(), RunDue::Ran);
         let failed = "(SELECT bool_and(state = 'failed' AND error > '') FROM resource_control.schedule_state)";
         assert!(truth(look, failed));
@@ -249,15 +249,18 @@ fn a_run_that_has_begun_ends_though_its_schedule_is_paused() {
     let database = installed();
     let pool = pool(&database, 3);
     let look = &mut database.connect();
-    // Which renews itself meanwhile.
-    let schedule = REPORT.clone().after_crash(Duration::from_millis(600), 3);
-    due(&schedule, &pool, 1);
+    due(&REPORT, &pool, 1);
+    // A run that renews itself meanwhile.
+    let schedule = REPORT.clone().after_crash(LEASE, 3);
+    let expiry = "(SELECT date_part('epoch', expires_at) * 1000000 FROM resource_control.schedule)";
     let ran = wait(schedule.run_due(
         &pool,
-        every(HOUR),
+        hourly,
         work!(|tick| {
             assert!(reply!(REPORT.pause(&pool))?);
-            assert!(!reply!(tick.wait_for_loss(Duration::from_millis(1200))));
+            let before = number(look, expiry);
+            eventually("it was renewed", || number(look, expiry) > before);
+            assert!(!tick.is_lost());
             Ok::<_, Error>(())
         }),
     ));
@@ -288,7 +291,7 @@ fn a_paused_schedule_takes_no_tick_also_of_a_run_that_has_crashed() {
     let attempt = AtomicU64::new(0);
     let ran = wait(later.run_due(
         &pool,
-        every(HOUR),
+        hourly,
         work!(|tick| {
             attempt.store(tick.attempt() as u64, Ordering::SeqCst);
             Ok::<_, Error>(())
@@ -309,7 +312,7 @@ fn a_claim_of_a_schedule_that_was_paused_meanwhile_takes_nothing() {
             &mut other.lock().unwrap(),
             "UPDATE resource_control.schedule SET paused_at = COALESCE(paused_at, clock_timestamp())",
         );
-        every(HOUR)(after)
+        hourly(after)
     };
     let ran = wait(REPORT.run_due(&pool, next, work!(|_tick| panics())));
     assert_matches!(ran, Ok(RunDue::Later(_)));
@@ -339,7 +342,7 @@ fn what_was_missed_in_a_pause_is_caught_up_with_as_the_schedule_says() {
         while look == RunDue::Ran {
             look = wait(schedule.run_due(
                 &pool,
-                every(HOUR),
+                hourly,
                 work!(|tick| {
                     missed.lock().unwrap().push(tick.missed());
                     Ok::<_, Error>(())

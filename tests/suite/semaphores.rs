@@ -10,9 +10,10 @@ use crate::support::{
     Observer, assert_after_drop, eventually, installed, number, run, text, truth,
 };
 
-const HALF_A_MINUTE: Duration = Duration::from_secs(30);
-const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, HALF_A_MINUTE);
-const ONE: Semaphore = Semaphore::named("geocoder", 1, HALF_A_MINUTE);
+const HOUR: Duration = Duration::from_secs(3600);
+const MINUTE: Duration = Duration::from_secs(60);
+const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, HOUR);
+const ONE: Semaphore = Semaphore::named("geocoder", 1, HOUR);
 
 #[track_caller]
 fn taken(semaphore: &Semaphore, pool: &PgPool) -> Permit {
@@ -51,7 +52,7 @@ fn as_many_permits_as_slots_and_they_hold_no_connection() {
     assert!(is_full(&GEOCODER, &pool));
     wait(one.release()).unwrap();
     let three = taken(&GEOCODER, &pool);
-    assert!(three.remaining() > Duration::from_secs(28) && !three.is_lost());
+    assert!(three.remaining() > HOUR - MINUTE && !three.is_lost());
     drop((two, three));
     let look = &mut database.connect();
     assert_after_drop("nothing is in flight", || in_flight(look) == 0);
@@ -70,7 +71,7 @@ fn services_and_keys_have_slots_of_their_own() {
     let pool = pool(&database, 2);
     let handles = [
         ONE,
-        Semaphore::named("geocoder 7", 1, HALF_A_MINUTE).key(8),
+        Semaphore::named("geocoder 7", 1, HOUR).key(8),
         ONE.key(8),
         ONE.key("7 8"),
         ONE.key(r"7\ 8"),
@@ -89,7 +90,7 @@ fn services_and_keys_have_slots_of_their_own() {
 fn bad_input_is_an_error_before_anything_is_sent() {
     let database = Database::new(); // in which nothing is installed
     let pool = pool(&database, 1);
-    let named = |name| Semaphore::named(name, 1, HALF_A_MINUTE);
+    let named = |name| Semaphore::named(name, 1, HOUR);
     let long: &'static str = "x".repeat(1001).leak();
     let bad = [
         named(""),
@@ -102,9 +103,9 @@ fn bad_input_is_an_error_before_anything_is_sent() {
         ONE.key(long),
         ONE.details(long),
         ONE.details("a\0b"),
-        Semaphore::named("x", 0, HALF_A_MINUTE),
-        Semaphore::named("x", 1001, HALF_A_MINUTE),
-        Semaphore::named("x", u32::MAX, HALF_A_MINUTE),
+        Semaphore::named("x", 0, HOUR),
+        Semaphore::named("x", 1001, HOUR),
+        Semaphore::named("x", u32::MAX, HOUR),
         Semaphore::named("x", 1, Duration::ZERO),
         Semaphore::named("x", 1, Duration::from_nanos(999)),
         Semaphore::named("x", 1, Duration::MAX),
@@ -136,8 +137,8 @@ fn the_bounds_themselves_are_good() {
     let thousand_years = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
     for semaphore in [
         Semaphore::named(longest, 1000, thousand_years).details(longest),
-        Semaphore::named("leader", 1, HALF_A_MINUTE),
-        Semaphore::named("leaders", 1, HALF_A_MINUTE).key(7),
+        Semaphore::named("leader", 1, HOUR),
+        Semaphore::named("leaders", 1, HOUR).key(7),
     ] {
         wait(taken(&semaphore, &pool).release()).unwrap();
     }
@@ -151,13 +152,10 @@ fn a_full_semaphore_tells_when_the_first_permit_expires() {
     let database = installed();
     let pool = pool(&database, 1);
     let _one = taken(&GEOCODER, &pool);
-    let _two = taken(
-        &Semaphore::named("geocoder", 2, Duration::from_secs(7)),
-        &pool,
-    );
+    let _two = taken(&Semaphore::named("geocoder", 2, 10 * MINUTE), &pool);
     let full = wait(GEOCODER.try_acquire(&pool)).unwrap().full().unwrap();
-    assert!(full.retry_after > Duration::from_secs(1) && full.retry_after < Duration::from_secs(7));
-    assert!((2..=7).contains(&full.retry_after_secs()));
+    assert!(full.retry_after > 9 * MINUTE && full.retry_after < 10 * MINUTE);
+    assert!((540..=600).contains(&full.retry_after_secs()));
 }
 
 #[test]
@@ -191,26 +189,26 @@ fn what_was_claimed_can_be_ended_and_renewed_by_its_id_and_in_its_own_service_on
     let database = installed();
     let pool = pool(&database, 2);
     let id = taken(&ONE, &pool).detach();
-    let other = Semaphore::named("router", 1, HALF_A_MINUTE);
+    let other = Semaphore::named("router", 1, HOUR);
     assert!(!wait(other.renew(&pool, id)).unwrap());
     assert!(!wait(other.complete(&pool, id)).unwrap());
     assert!(is_full(&ONE, &pool));
     let look = &mut database.connect();
     run(
         look,
-        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + interval '9 s'",
+        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + interval '10 min'",
     );
     assert!(wait(ONE.renew(&pool, id)).unwrap());
     assert!(truth(
         look,
-        "(SELECT expires_at > clock_timestamp() + interval '20 s' FROM resource_control.service_request)"
+        "(SELECT expires_at > clock_timestamp() + interval '50 min' FROM resource_control.service_request)"
     ));
     // A renewal never shortens.
     let short = Semaphore::named("geocoder", 1, Duration::from_secs(1));
     assert!(wait(short.renew(&pool, id)).unwrap());
     assert!(truth(
         look,
-        "(SELECT expires_at > clock_timestamp() + interval '20 s' FROM resource_control.service_request)"
+        "(SELECT expires_at > clock_timestamp() + interval '50 min' FROM resource_control.service_request)"
     ));
     assert!(wait(ONE.complete(&pool, id)).unwrap());
     assert!(!wait(ONE.complete(&pool, id)).unwrap());
@@ -233,7 +231,7 @@ fn an_expired_permit_is_lost_and_changes_nothing_of_the_next_holder() {
             0 => assert_matches!(wait(late.release()), Err(Error::PermitLost(_))),
             1 => {
                 assert_matches!(wait(late.renew()), Err(Error::PermitLost(_)));
-                assert!(late.is_lost() && wait(late.wait_for_loss(HALF_A_MINUTE)));
+                assert!(late.is_lost() && wait(late.wait_for_loss(HOUR)));
                 wait(late.lost());
                 drop(late);
             }
@@ -271,7 +269,7 @@ fn the_log_says_what_was_claimed() {
                FROM resource_control.service_request)";
     assert_eq!(
         text(&mut database.connect(), row),
-        r"geocoder Main\ St | web-3 pid 811 | true | 00:00:30"
+        r"geocoder Main\ St | web-3 pid 811 | true | 01:00:00"
     );
 }
 
@@ -347,7 +345,7 @@ fn what_a_program_makes_of_its_session_changes_nothing() {
     let pool = pool(&database, 2);
     let permit = taken(&ONE, &pool);
     let full = wait(ONE.try_acquire(&pool)).unwrap().full().unwrap();
-    assert!(full.retry_after > Duration::from_secs(20));
+    assert!(full.retry_after > HOUR - MINUTE);
     wait(permit.renew()).unwrap();
     wait(permit.release()).unwrap();
 }

@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
-use diesel_interlock::schedule::{RunDue, every};
+use diesel_interlock::schedule::RunDue;
 use diesel_interlock::testing::{self, depose, expire, make_due, make_tick_due, use_up};
 use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, installed, number, run};
+use crate::support::{eventually, hourly, installed, number, run};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -197,8 +197,7 @@ fn a_tick_is_made_due() {
     let pool = pool(&database, 2);
     let report = Schedule::named("report");
     assert!(!wait(make_tick_due(&report, &pool, HOUR)).unwrap());
-    let look =
-        || wait(report.run_due(&pool, every(HOUR), work!(|_tick| Ok::<_, Error>(())))).unwrap();
+    let look = || wait(report.run_due(&pool, hourly, work!(|_tick| Ok::<_, Error>(())))).unwrap();
     assert_matches!(look(), RunDue::Later(_));
     assert!(wait(make_tick_due(&report, &pool, HOUR)).unwrap());
     assert_eq!(look(), RunDue::Ran);

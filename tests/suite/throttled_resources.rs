@@ -38,7 +38,7 @@ mod odd {
 
     throttled_resources! {
         pub(super) enum Resource {
-            Dollars = "a\\b $1 $2 'c' \"d\" ü" every Duration::from_millis(1500),
+            Dollars = "a\\b $1 $2 'c' \"d\" ü" every Duration::from_millis(1_500_500),
             Millennium = "a thousand years" every Duration::from_secs(1000 * 360 * 86_400),
             Microsecond = "a microsecond" every Duration::from_micros(1),
         }

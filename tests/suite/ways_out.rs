@@ -1,12 +1,15 @@
 //! Every way in which a guard can end frees the lock, and leaves the pool whole.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
 
 use workbench::{Cluster, Database, StopMode};
 
 use crate::assert_matches;
 use crate::half::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, IS_ASYNC, execute, pool, wait};
-use crate::support::{Observer, Wanted, assert_after_drop, assert_pool_whole, eventually};
+use crate::support::{
+    Observer, Wanted, assert_after_drop, assert_pool_whole, eventually, in_a_quick_round,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("ways out");
 
@@ -46,12 +49,21 @@ fn a_release_frees_the_lock_and_keeps_the_session() {
 
 #[test]
 fn a_drop_frees_the_lock_and_keeps_the_session() {
-    leave_by(|guard, observer| {
-        let pid = guard.backend_pid();
-        drop(guard);
-        assert_after_drop("nothing is held", || observer.all_held() == 0);
-        assert!(observer.is_alive(pid));
-    });
+    for wanted in Wanted::one_and_several(&LOCK) {
+        let database = Database::new();
+        let pool = pool(&database, 2);
+        let mut observer = Observer::of(&database);
+        // After two seconds without a reply, it ends the session.
+        let is_alive = in_a_quick_round(Duration::from_secs(2), || {
+            let guard = wait(wanted.lock.acquire(&pool)).unwrap();
+            let pid = guard.backend_pid();
+            drop(guard);
+            assert_after_drop("nothing is held", || observer.all_held() == 0);
+            observer.is_alive(pid)
+        });
+        assert!(is_alive);
+        assert_pool_whole(&pool, &database);
+    }
 }
 
 #[test]
@@ -201,14 +213,17 @@ fn with_waits_works_and_releases() {
         let pool = pool(&database, 2);
         let value: Result<i32, Error> = wait(lock.with(&pool, work!(|_conn| Ok(7))));
         assert_eq!(value.unwrap(), 7);
-        let failed: Result<(), Error> = wait(lock.with(
-            &pool,
-            work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?)),
-        ));
-        assert_matches!(failed, Err(Error::Database(_)));
-        let attempt = wait(lock.try_acquire(&pool)).unwrap();
-        let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));
-        assert_eq!(ran.unwrap(), Attempt::Acquired(8));
+        // What has returned has released, each time.
+        for _ in 0..20 {
+            let failed: Result<(), Error> = wait(lock.with(
+                &pool,
+                work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?)),
+            ));
+            assert_matches!(failed, Err(Error::Database(_)));
+            let attempt = wait(lock.try_acquire(&pool)).unwrap();
+            let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));
+            assert_eq!(ran.unwrap(), Attempt::Acquired(8));
+        }
         let guard = wait(lock.acquire(&pool)).unwrap();
         let attempt = wait(lock.try_acquire(&pool)).unwrap();
         let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));

@@ -15,11 +15,13 @@ pub(crate) mod exporter;
 #[cfg(feature = "tracing")]
 pub(crate) mod log;
 mod own;
+mod pauses;
 mod process;
 mod role;
 mod wanted;
 
 pub(crate) use self::own::{Own, Step};
+pub(crate) use self::pauses::{LEASE, fresh, hourly, in_a_quick_round, once_at_least, patiently};
 pub(crate) use self::process::{Process, alone};
 pub(crate) use self::role::Role;
 pub(crate) use self::wanted::Wanted;
@@ -258,9 +260,10 @@ pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
 /// A pool of one that soon gives up, and has its connection open: to open one may take longer.
 pub(crate) fn impatient_pool(database: &Database, patience: Duration) -> PgPool {
     let pool = make_pool(&database.url(), 1, patience);
-    eventually("its connection is open", || {
-        let none = Semaphore::named("none", 1, Duration::from_secs(60));
-        !matches!(wait(none.complete(&pool, 0)), Err(Error::Pool(_)))
+    let none = Semaphore::named("none", 1, Duration::from_secs(60));
+    patiently(|| match wait(none.complete(&pool, 0)) {
+        Err(error @ Error::Pool(_)) => Err(error),
+        _ => Ok(()),
     });
     pool
 }

@@ -3,6 +3,8 @@
 use std::env;
 use std::process::{Child, Command, Stdio};
 
+use workbench::Database;
+
 /// A process that runs one test of this program, with something in its environment. It is killed with the value.
 pub(crate) struct Process(Child);
 
@@ -37,9 +39,12 @@ pub(crate) fn alone(test: &str, body: impl FnOnce()) {
     if env::var_os(ALONE).is_some() {
         return body();
     }
+    // Whose server it shares.
+    let database = Database::new();
     let output = Command::new(env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture"])
         .env(ALONE, "")
+        .env("DATABASE_URL", database.url())
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);

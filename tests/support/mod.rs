@@ -12,6 +12,7 @@ use workbench::Database;
 
 #[cfg(feature = "metrics")]
 pub(crate) mod exporter;
+mod hourly;
 #[cfg(feature = "tracing")]
 pub(crate) mod log;
 mod own;
@@ -19,6 +20,7 @@ mod process;
 mod role;
 mod wanted;
 
+pub(crate) use self::hourly::hourly;
 pub(crate) use self::own::{Own, Step};
 pub(crate) use self::process::{Process, alone};
 pub(crate) use self::role::Role;

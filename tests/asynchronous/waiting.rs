@@ -148,17 +148,20 @@ impl Wake for Meddler {
 fn a_waker_may_wait_poll_and_give_up_itself() {
     let (done, is_done) = mpsc::channel();
     // Not of a scope, which would wait for it for ever.
-    thread::spawn(move || {
-        let database = Database::new();
-        let pool = pool(&database, 2);
-        for end in [0, 1, 3] {
+    for end in [0, 1, 3] {
+        let done = done.clone();
+        thread::spawn(move || {
+            let database = Database::new();
+            let pool = pool(&database, 2);
             meddle(&database, &pool, end);
-        }
-        wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
-        done.send(()).unwrap();
-    });
-    let done = is_done.recv_timeout(2 * MINUTE);
-    done.expect("nothing of a caller's runs under a mutex");
+            wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+            done.send(()).unwrap();
+        });
+    }
+    for _ in 0..3 {
+        let done = is_done.recv_timeout(2 * MINUTE);
+        done.expect("nothing of a caller's runs under a mutex");
+    }
 }
 
 /// Lets the waker of one who waits run where somebody else releases the lock, or gives up.

@@ -168,7 +168,7 @@ fn strict_is_a_status_for_warnings() {
 }
 
 #[test]
-fn nothing_is_said_twice() {
+fn nothing_is_said_twice_also_of_a_standby() {
     let cluster = healthy();
     let latin = Database::with_encoding("LATIN1");
     let standby = cluster.standby();

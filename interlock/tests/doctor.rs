@@ -3,8 +3,10 @@
 
 mod support;
 
-use std::io::Write;
+use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::process::{Command, Stdio};
+use std::thread;
 
 use diesel_interlock::migrations;
 use serde_json::Value;
@@ -32,9 +34,16 @@ fn line(url: &str, arguments: &str, level: &str, word: &str) -> Value {
         .clone()
 }
 
-/// Pastes the remedy, as a superuser and with the program on the path, and looks again.
+/// Pastes the remedy, as a superuser and with the program on the path, and looks again. Returns the
+/// status of the last look.
 #[track_caller]
-fn remedied(url: &str, of_superuser: &str, arguments: &str, level: &str, word: &str) {
+fn remedied(
+    url: &str,
+    of_superuser: &str,
+    arguments: &str,
+    level: &str,
+    word: &str,
+) -> Option<i32> {
     let line = line(url, arguments, level, word);
     let mut all = String::new();
     if let Some(sql) = line["sql"].as_str().filter(|sql| !sql.is_empty()) {
@@ -55,11 +64,12 @@ fn remedied(url: &str, of_superuser: &str, arguments: &str, level: &str, word: &
         all += &pasted(sh, "");
     }
     assert!(!all.is_empty(), "no remedy: {line}");
-    let (_, lines) = found(url, arguments);
+    let (status, lines) = found(url, arguments);
     let is_still = lines
         .iter()
         .any(|it| it["level"] == level && it["found"].as_str().unwrap().contains(word));
     assert!(!is_still, "{word}, after {all}: {lines:#?}");
+    status
 }
 
 #[track_caller]
@@ -88,6 +98,38 @@ fn healthy() -> Cluster {
         .setting("idle_in_transaction_session_timeout", "5min")
         .setting("max_prepared_transactions", "2")
         .start()
+}
+
+/// A server, or a pooler, that lets clients in and then says nothing.
+fn silent_server() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!(
+        "postgres://{}/x?user=x&sslmode=disable",
+        listener.local_addr().unwrap()
+    );
+    thread::spawn(move || {
+        let mut clients = Vec::new();
+        while let Ok((mut client, _)) = listener.accept() {
+            let _ = client.read(&mut [0; 1024]);
+            // That the client is who it says, and may send its statements.
+            let _ = client.write_all(b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I");
+            clients.push(client);
+        }
+    });
+    url
+}
+
+/// It takes the half minute that a reply may take, here beside the tests that take longest.
+#[test]
+fn a_database_that_is_silent_is_not_waited_for_forever() {
+    let url = &silent_server();
+    let lines = ["ps", "doctor", "kill x --yes", "run x --wait 1s -- true"];
+    let all = lines.map(|line| Running::start(&mut interlock(url, line)));
+    let [_, mut doctor, ..] = all.map(|mut running| {
+        assert_eq!(running.status(), Some(69));
+        running
+    });
+    assert!(doctor.line().contains("does not reply"));
 }
 
 #[test]
@@ -126,7 +168,7 @@ fn strict_is_a_status_for_warnings() {
 }
 
 #[test]
-fn nothing_is_said_twice() {
+fn nothing_is_said_twice_also_of_a_standby() {
     let cluster = healthy();
     let latin = Database::with_encoding("LATIN1");
     let standby = cluster.standby();
@@ -156,15 +198,33 @@ fn nothing_is_said_twice() {
     }
 }
 
-#[test]
-fn a_schema_that_was_changed_is_repaired() {
+/// Spoils an installed schema in one way after the other. Each is named by a word, and repaired by
+/// what is pasted.
+#[track_caller]
+fn repaired(spoils: &[(&str, &str)]) {
     let cluster = healthy();
     let database = cluster.database();
     let url = &database.url();
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
-    for (spoil, word) in [
+    for (spoil, word) in spoils {
+        session.sql(spoil);
+        let mut status = remedied(url, url, "", "fail", word);
+        // The views of which a column was one went with it.
+        if status == Some(1) && *word == LACKS_COLUMN {
+            status = remedied(url, url, "", "fail", "lacks ");
+        }
+        assert_eq!(status, Some(0), "{spoil}");
+    }
+    migrations::check(&database.pool(1)).unwrap();
+}
+
+const LACKS_COLUMN: &str = "lacks the column";
+
+#[test]
+fn functions_that_were_changed_are_repaired() {
+    repaired(&[
         (
             "CREATE OR REPLACE FUNCTION resource_control.pass_fence(name text, token bigint)
                 RETURNS boolean
@@ -184,10 +244,17 @@ fn a_schema_that_was_changed_is_repaired() {
             "DROP FUNCTION resource_control.prune_service_requests",
             "lacks prune_service_requests",
         ),
+    ]);
+}
+
+#[test]
+fn tables_and_views_that_were_changed_are_repaired() {
+    repaired(&[
         ("DROP VIEW resource_control.leader", "lacks leader"),
         ("DROP TABLE resource_control.fence", "lacks fence"),
         (
-            "ALTER TABLE resource_control.schedule DROP paused_at CASCADE",
+            "ALTER TABLE resource_control.schedule DROP paused_at CASCADE;
+             ALTER TABLE resource_control.schedule ADD paused_at timestamptz",
             "lacks schedule_state",
         ),
         (
@@ -199,30 +266,25 @@ fn a_schema_that_was_changed_is_repaired() {
             '20000101000004'",
             "migrations of this release are pending",
         ),
-    ] {
-        session.sql(spoil);
-        if word.contains("schedule_state") {
-            session.sql("ALTER TABLE resource_control.schedule ADD paused_at timestamptz");
-        }
-        remedied(url, url, "", "fail", word);
-        let (status, lines) = found(url, "");
-        assert_eq!(status, Some(0), "{spoil}: {lines:#?}");
-    }
-    for column in [
-        "throttle DROP details",
-        "service_request DROP claim",
-        "rate_limit DROP since",
-    ] {
-        session.sql(&format!("ALTER TABLE resource_control.{column} CASCADE"));
-        remedied(url, url, "", "fail", "lacks the column");
-        // The views of which it was a column went with it.
-        if found(url, "").0 == Some(1) {
-            remedied(url, url, "", "fail", "lacks ");
-        }
-        let (status, lines) = found(url, "");
-        assert_eq!(status, Some(0), "{column}: {lines:#?}");
-    }
-    migrations::check(&database.pool(1)).unwrap();
+    ]);
+}
+
+#[test]
+fn columns_that_were_dropped_are_repaired() {
+    repaired(&[
+        (
+            "ALTER TABLE resource_control.throttle DROP details CASCADE",
+            LACKS_COLUMN,
+        ),
+        (
+            "ALTER TABLE resource_control.service_request DROP claim CASCADE",
+            LACKS_COLUMN,
+        ),
+        (
+            "ALTER TABLE resource_control.rate_limit DROP since CASCADE",
+            LACKS_COLUMN,
+        ),
+    ]);
 }
 
 #[test]
@@ -233,7 +295,7 @@ fn settings_are_set_back_by_what_is_pasted() {
     let mut session = Session::of(&database);
     for (setting, level) in [
         ("idle_session_timeout = '1h'", "warn"),
-        ("statement_timeout = '200ms'", "warn"),
+        ("statement_timeout = '900ms'", "warn"),
         ("lock_timeout = '50ms'", "warn"),
         ("synchronous_commit = off", "warn"),
         ("default_transaction_read_only = on", "fail"),

@@ -613,9 +613,9 @@ fn doctor_names_settings_and_what_stays_open() {
     doctor_says(url, "", "ok", "client_connection_check_interval");
     doctor_says(url, "", "ok", "idle_in_transaction_session_timeout");
     session.sql(&format!(
-        "ALTER DATABASE {name} SET statement_timeout = '200ms'; ALTER DATABASE {name} SET default_transaction_read_only = on"
+        "ALTER DATABASE {name} SET statement_timeout = '900ms'; ALTER DATABASE {name} SET default_transaction_read_only = on"
     ));
-    doctor_says(url, "", "warn", "statement_timeout = 200ms");
+    doctor_says(url, "", "warn", "statement_timeout = 900ms");
     doctor_says(url, "", "fail", "default_transaction_read_only = on");
     session.sql(&format!("ALTER DATABASE {name} RESET ALL"));
     session.sql("BEGIN; SELECT 1");

@@ -12,11 +12,14 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 3);
     let url = &pooler.url();
     let mut session = Session::of(&database);
-    // Longer than the lease.
-    let mut running = Running::start(&mut run(url, "x --lease 3s", "echo held; sleep 5; exit 5"));
-    assert_eq!(running.line(), "held");
-    assert_eq!(status(&mut run(url, "x --lease 3s", "true")), Some(73));
-    assert_eq!(running.status(), Some(5));
+    let mut running = Running::start(&mut run(url, "x --lease 12s", UNTIL_TERM));
+    assert_eq!(running.line(), "ready");
+    let renewed = "SELECT count(*) FROM resource_control.slot_in_flight
+        WHERE expires_at > created_at + interval '13 s'";
+    eventually("it is renewed", || session.number(renewed) == 1);
+    assert_eq!(status(&mut run(url, "x --lease 12s", "true")), Some(73));
+    running.signal("TERM");
+    assert_eq!(running.status(), Some(9));
     let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight";
     assert_eq!(session.number(in_flight), 0);
 

@@ -3,19 +3,15 @@
 mod support;
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
-use std::thread;
 
 use workbench::{Cluster, Database, StopMode};
 
 use self::support::*;
-
-/// A command that goes on until SIGTERM, and then exits with 9.
-const UNTIL_TERM: &str = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.05; done";
 
 #[test]
 fn the_status_is_that_of_the_command() {
@@ -220,37 +216,6 @@ fn a_database_that_is_away_is_said_before_the_wait_for_it() {
     while !line().contains("trying again") {}
     signal(away.id(), "TERM");
     assert_eq!(away.wait().unwrap().code(), Some(143));
-}
-
-/// A server, or a pooler, that lets clients in and then says nothing.
-fn silent_server() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!(
-        "postgres://{}/x?user=x&sslmode=disable",
-        listener.local_addr().unwrap()
-    );
-    thread::spawn(move || {
-        let mut clients = Vec::new();
-        while let Ok((mut client, _)) = listener.accept() {
-            let _ = client.read(&mut [0; 1024]);
-            // That the client is who it says, and may send its statements.
-            let _ = client.write_all(b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I");
-            clients.push(client);
-        }
-    });
-    url
-}
-
-#[test]
-fn a_database_that_is_silent_is_not_waited_for_forever() {
-    let url = &silent_server();
-    let lines = ["ps", "doctor", "kill x --yes", "run x --wait 1s -- true"];
-    let all = lines.map(|line| Running::start(&mut interlock(url, line)));
-    let [_, mut doctor, ..] = all.map(|mut running| {
-        assert_eq!(running.status(), Some(69));
-        running
-    });
-    assert!(doctor.line().contains("does not reply"));
 }
 
 #[test]
@@ -496,21 +461,31 @@ fn a_loss_that_is_seen_only_after_the_command_is_reported_too() {
 
 #[test]
 fn a_database_that_went_away_in_a_wait_is_not_busy() {
-    let cluster = Cluster::start();
-    let database = cluster.database();
-    let mut holder = Session::of(&database);
-    holder.take("x");
-    let mut running = Running::start(&mut run(&database.url(), "x --wait 5s", "true"));
-    eventually("it waits", || holder.locks(false) == 1);
-    cluster.stop(StopMode::Fast);
-    assert_eq!(running.status(), Some(69));
+    // Where the wait is over before the server has stopped, the lock was busy.
+    for _ in 0..20 {
+        let cluster = Cluster::start();
+        let database = cluster.database();
+        let mut holder = Session::of(&database);
+        holder.take("x");
+        let mut running = Running::start(&mut run(&database.url(), "x --wait 5s", "true"));
+        eventually("it waits", || {
+            holder.locks(false) == 1 || running.child().try_wait().unwrap().is_some()
+        });
+        cluster.stop(StopMode::Fast);
+        let status = running.status();
+        if status == Some(69) {
+            return;
+        }
+        assert_eq!(status, Some(73));
+    }
+    panic!("it is always busy");
 }
 
 #[test]
 fn a_request_that_is_completed_by_another_one_ends_the_command() {
     let database = installed();
     let url = &database.url();
-    let mut running = Running::start(&mut run(url, "x --lease 3s", UNTIL_TERM));
+    let mut running = Running::start(&mut run(url, "x --lease 12s", UNTIL_TERM));
     assert_eq!(running.line(), "ready");
     let id = Session::of(&database).number("SELECT id FROM resource_control.slot_in_flight");
     assert_eq!(

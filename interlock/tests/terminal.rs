@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use workbench::Database;
 
-use self::support::Session;
+use self::support::{Session, with_default_signals};
 
 /// A command in a terminal, where keys are typed and the screen is read.
 struct Terminal {
@@ -26,7 +26,11 @@ impl Terminal {
         let directory = std::path::Path::new(env!("CARGO_BIN_EXE_interlock"))
             .parent()
             .unwrap();
-        let started = Command::new("script")
+        if Command::new("script").arg("--version").output().is_err() {
+            eprintln!("no `script` of util-linux here: not tried");
+            return None;
+        }
+        let mut script = with_default_signals("script")
             .args([
                 "--quiet",
                 "--flush",
@@ -42,11 +46,8 @@ impl Terminal {
             .env("TERM", "dumb")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .spawn();
-        let Ok(mut script) = started else {
-            eprintln!("no `script` of util-linux here: not tried");
-            return None;
-        };
+            .spawn()
+            .unwrap();
         let (sender, pieces) = channel();
         let mut output = script.stdout.take().unwrap();
         thread::spawn(move || {

@@ -151,65 +151,55 @@ fn tries_waits_and_releases_of_several_locks() {
     });
 }
 
+/// Waits for what another session holds, with each number of polls, in each kind of runtime and with
+/// pools of 1 and 4, side by side. Then nothing is held, and nobody waits.
+fn wait_for(held: &AdvisoryLock, waits: impl AsyncFn(&PgPool, usize) + Sync) {
+    let (held, waits) = (held.lock_key(), &waits);
+    std::thread::scope(|scope| {
+        for (kind, size) in [(0, 1), (0, 4), (1, 1), (1, 4)] {
+            scope.spawn(move || {
+                let database = Database::new();
+                let holder = foreign_holder(&database, held);
+                runtimes()[kind].block_on(async {
+                    let pool = crate::pool::make(&database.url(), size, Duration::from_secs(20));
+                    for polls in 0..POLLS {
+                        waits(&pool, polls).await;
+                    }
+                    let mut all = Vec::new();
+                    for _ in 0..size {
+                        all.push(pool.check_out(None).await.unwrap());
+                    }
+                });
+                drop(holder);
+                let mut observer = Observer::of(&database);
+                eventually("nothing is held", || observer.all_held() == 0);
+                eventually("nobody waits", || observer.all_waiting() == 0);
+            });
+        }
+    });
+}
+
 #[test]
 fn waits_for_several_locks_of_which_another_holds_one() {
-    let database = Database::new();
     let all = several();
-    for runtime in runtimes() {
-        for size in [1, 4] {
-            let key = LOCK.key(1);
-            let holder = foreign_holder(&database, key.lock_key());
-            runtime.block_on(async {
-                let pool = crate::pool::make(&database.url(), size, Duration::from_secs(20));
-                for polls in 0..POLLS {
-                    let timeout = Duration::from_millis(10 * polls as u64);
-                    polled(polls, all.acquire_timeout(&pool, timeout)).await;
-                    let waits = async {
-                        let mut conn = pool.check_out(None).await?;
-                        all.transaction(&mut conn, async |_conn| Ok::<_, Error>(()))
-                            .await
-                    };
-                    polled(polls, tokio::time::timeout(timeout, waits)).await;
-                }
-                let mut lent = Vec::new();
-                for _ in 0..size {
-                    lent.push(pool.check_out(None).await.unwrap());
-                }
-            });
-            drop(holder);
-            let mut observer = Observer::of(&database);
-            eventually("nothing is held", || observer.all_held() == 0);
-            eventually("nobody waits", || observer.all_waiting() == 0);
-        }
-    }
+    wait_for(&LOCK.key(1), async |pool, polls| {
+        let timeout = Duration::from_millis(10 * polls as u64);
+        polled(polls, all.acquire_timeout(pool, timeout)).await;
+        let waits = async {
+            let mut conn = pool.check_out(None).await?;
+            all.transaction(&mut conn, async |_conn| Ok::<_, Error>(()))
+                .await
+        };
+        polled(polls, tokio::time::timeout(timeout, waits)).await;
+    });
 }
 
 #[test]
 fn waits_for_a_session_lock_that_another_holds() {
-    let database = Database::new();
-    for runtime in runtimes() {
-        for size in [1, 4] {
-            let holder = foreign_holder(&database, LOCK.lock_key());
-            runtime.block_on(async {
-                let pool = crate::pool::make(&database.url(), size, Duration::from_secs(20));
-                for polls in 0..POLLS {
-                    polled(
-                        polls,
-                        LOCK.acquire_timeout(&pool, Duration::from_millis(20 * polls as u64)),
-                    )
-                    .await;
-                }
-                let mut all = Vec::new();
-                for _ in 0..size {
-                    all.push(pool.check_out(None).await.unwrap());
-                }
-            });
-            drop(holder);
-            let mut observer = Observer::of(&database);
-            observer.assert_free(LOCK.lock_key());
-            eventually("nobody waits", || observer.waiters(LOCK.lock_key()) == 0);
-        }
-    }
+    wait_for(&LOCK, async |pool, polls| {
+        let timeout = Duration::from_millis(20 * polls as u64);
+        polled(polls, LOCK.acquire_timeout(pool, timeout)).await;
+    });
 }
 
 /// A future that is dropped in the middle of a prepare leaves a statement to its session, so all are prepared before.

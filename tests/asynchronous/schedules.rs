@@ -10,7 +10,7 @@ use workbench::{RoundTrips, When, block_on};
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, installed, number, run, text, truth};
+use crate::support::{eventually, hourly, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_secs(600), 3);
@@ -18,7 +18,7 @@ static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_s
 fn due(schedule: &Schedule, pool: &PgPool) {
     block_on(async {
         let _ = schedule
-            .run_due(pool, every(HOUR), |_| async { Ok::<_, Error>(()) })
+            .run_due(pool, hourly, |_| async { Ok::<_, Error>(()) })
             .await
             .unwrap();
         assert!(make_tick_due(schedule, pool, HOUR).await.unwrap());
@@ -37,7 +37,7 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     for _ in 0..5 {
         block_on(async {
             let began = AtomicU64::new(0);
-            let runs = REPORT.run(&pool, every(HOUR), |tick| {
+            let runs = REPORT.run(&pool, hourly, |tick| {
                 attempts.fetch_max(tick.attempt() as u64, Ordering::SeqCst);
                 assert_eq!(tick.missed(), 4);
                 began.fetch_add(1, Ordering::SeqCst);
@@ -54,7 +54,7 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
             }
         });
     }
-    let last = block_on(REPORT.run_due(&pool, every(HOUR), |tick| async move {
+    let last = block_on(REPORT.run_due(&pool, hourly, |tick| async move {
         assert_eq!(tick.attempt(), 1);
         assert!(tick.fencing_token() > 5);
         Ok::<_, Error>(())
@@ -62,7 +62,7 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     // The row of the last drop may be on its way.
     let mut last = last.unwrap();
     while last != RunDue::Ran {
-        let again = REPORT.run_due(&pool, every(HOUR), |tick| async move {
+        let again = REPORT.run_due(&pool, hourly, |tick| async move {
             assert_eq!((tick.attempt(), tick.missed()), (1, 4));
             Ok::<_, Error>(())
         });
@@ -89,15 +89,15 @@ fn a_run_that_has_ended_is_never_given_back() {
             ended.fetch_add(1, Ordering::SeqCst);
             std::future::ready(Ok::<_, Error>(()))
         };
-        block_on(polled(polls, schedule.run_due(&pool, every(HOUR), work)));
+        block_on(polled(polls, schedule.run_due(&pool, hourly, work)));
         let is_settled = "(SELECT bool_and(expires_at IS NULL OR expires_at <= clock_timestamp()) FROM resource_control.schedule)";
         eventually("nothing runs", || truth(look, is_settled));
         while matches!(
-            block_on(schedule.run_due(&pool, every(HOUR), work)),
+            block_on(schedule.run_due(&pool, hourly, work)),
             Ok(RunDue::Ran)
         ) {}
         eventually("the tick has ended", || {
-            drop(block_on(schedule.run_due(&pool, every(HOUR), work)));
+            drop(block_on(schedule.run_due(&pool, hourly, work)));
             number(
                 look,
                 "(SELECT count(*) FROM resource_control.schedule WHERE ended_at IS NULL OR expires_at IS NOT NULL)",
@@ -116,14 +116,14 @@ fn a_run_in_a_task_that_panics_counts_as_a_crash() {
         let pool = pool.clone();
         workbench::runtime().spawn(async move {
             let work = |_: Tick| async { Err::<(), _>(panics()) };
-            REPORT.run_due(&pool, every(HOUR), work).await.map(drop)
+            REPORT.run_due(&pool, hourly, work).await.map(drop)
         })
     };
     assert!(block_on(task).unwrap_err().is_panic());
     let look = &mut database.connect();
     let crashed = "(SELECT expires_at <= clock_timestamp() AND error IS NOT NULL FROM resource_control.schedule)";
     eventually("it is stored", || truth(look, crashed));
-    let again = REPORT.run_due(&pool, every(HOUR), |tick| async move {
+    let again = REPORT.run_due(&pool, hourly, |tick| async move {
         assert_eq!(tick.attempt(), 2);
         Ok::<_, Error>(())
     });
@@ -138,10 +138,11 @@ fn panics() -> Error {
 fn the_work_is_dropped_when_its_lease_is_lost() {
     let database = installed();
     let pool = pool(&database, 3);
-    let schedule = REPORT.clone().after_crash(Duration::from_millis(600), 3);
+    // Its renewals come every four seconds.
+    let schedule = REPORT.clone().after_crash(Duration::from_secs(12), 3);
     due(&schedule, &pool);
     let look = &mut database.connect();
-    let ran = block_on(schedule.run_due(&pool, every(HOUR), |tick| {
+    let ran = block_on(schedule.run_due(&pool, hourly, |tick| {
         run(
             look,
             "UPDATE resource_control.schedule SET expires_at = clock_timestamp()",
@@ -204,11 +205,11 @@ fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
             let pool = pool.clone();
             workbench::runtime().spawn(async move {
                 let is_at_work = tokio::sync::Notify::new();
-                let panics = panicking.run_due(&pool, every(HOUR), |_| async {
+                let panics = panicking.run_due(&pool, hourly, |_| async {
                     is_at_work.notified().await;
                     Err::<(), _>(panics())
                 });
-                let waits = other.run_due(&pool, every(HOUR), |_| async {
+                let waits = other.run_due(&pool, hourly, |_| async {
                     is_at_work.notify_one();
                     std::future::pending::<Result<()>>().await
                 });
@@ -224,7 +225,7 @@ fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
         is_soon(look, "report other", "given back");
         for (schedule, expected) in [("panicking", 2), ("other", 1)] {
             let schedule = REPORT.key(schedule);
-            let again = schedule.run_due(&pool, every(HOUR), |tick| async move {
+            let again = schedule.run_due(&pool, hourly, |tick| async move {
                 assert_eq!(tick.attempt(), expected);
                 Ok::<_, Error>(())
             });
@@ -243,7 +244,7 @@ fn a_run_that_unwinding_drops_is_given_back() {
         let pool = pool.clone();
         workbench::runtime().spawn(async move {
             let is_at_work = tokio::sync::Notify::new();
-            let runs = REPORT.run_due(&pool, every(HOUR), |_| async {
+            let runs = REPORT.run_due(&pool, hourly, |_| async {
                 is_at_work.notify_one();
                 std::future::pending::<Result<()>>().await
             });
@@ -251,7 +252,7 @@ fn a_run_that_unwinding_drops_is_given_back() {
                 ended = runs => drop(ended),
                 () = is_at_work.notified() => {}
             }
-            let mut runs = REPORT.run_due(&pool, every(HOUR), |_| async {
+            let mut runs = REPORT.run_due(&pool, hourly, |_| async {
                 is_at_work.notify_one();
                 std::future::pending::<Result<()>>().await
             });
@@ -288,7 +289,7 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
                 let (runs, done) = (AtomicU64::new(0), tokio::sync::Notify::new());
                 proxy.sever_at(n, When::BeforeReply);
                 block_on(async {
-                    let looping = schedule.run(&pool, every(HOUR), |tick| {
+                    let looping = schedule.run(&pool, hourly, |tick| {
                         assert_eq!(tick.attempt(), 1);
                         runs.fetch_add(1, Ordering::SeqCst);
                         done.notify_one();

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Wake, Waker};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 use workbench::{Database, RoundTrips, runtime};
@@ -74,10 +74,18 @@ fn tries_that_are_dropped_in_a_crowd_cost_no_connection() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 2, MINUTE);
-    on_one(&pool, |_| on_one(&pool, |_| ()));
-    let connections = proxy.connections();
-    proxy.set_delay(Duration::from_millis(10), Duration::ZERO);
-    for round in 0..12 {
+    // A drop has so long for its reply, so a round that takes longer proves nothing.
+    const PATIENCE: Duration = Duration::from_secs(2);
+    let (mut round, mut rounds) = (0, 0);
+    while round < 12 {
+        rounds += 1;
+        assert!(rounds < 200, "hardly any round is quick");
+        // Nothing of the round before has a connection any more.
+        proxy.set_delay(Duration::ZERO, Duration::ZERO);
+        on_one(&pool, |_| on_one(&pool, |_| ()));
+        let connections = proxy.connections();
+        proxy.set_delay(Duration::from_millis(10), Duration::ZERO);
+        let began = Instant::now();
         let tasks: Vec<_> = (0..8)
             .map(|task| {
                 let (pool, limit) = (pool.clone(), Duration::from_millis(5 * (round + task)));
@@ -91,9 +99,15 @@ fn tries_that_are_dropped_in_a_crowd_cost_no_connection() {
             wait(task).unwrap().unwrap();
         }
         // Not `drain`, which waits for what all tests of the process have dropped.
-        eventually("both connections are back", || pool.idle() == 2);
+        eventually("both connections are back", || {
+            pool.idle() == 2 || began.elapsed() > PATIENCE
+        });
+        let opened = proxy.connections() - connections;
+        if began.elapsed() < PATIENCE {
+            assert_eq!(opened, 0);
+            round += 1;
+        }
     }
-    assert_eq!(proxy.connections(), connections);
     proxy.set_delay(Duration::ZERO, Duration::ZERO);
     assert_pool_whole(&pool, &database);
 }
@@ -134,17 +148,20 @@ impl Wake for Meddler {
 fn a_waker_may_wait_poll_and_give_up_itself() {
     let (done, is_done) = mpsc::channel();
     // Not of a scope, which would wait for it for ever.
-    thread::spawn(move || {
-        let database = Database::new();
-        let pool = pool(&database, 2);
-        for end in [0, 1, 3] {
+    for end in [0, 1, 3] {
+        let done = done.clone();
+        thread::spawn(move || {
+            let database = Database::new();
+            let pool = pool(&database, 2);
             meddle(&database, &pool, end);
-        }
-        wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
-        done.send(()).unwrap();
-    });
-    let done = is_done.recv_timeout(2 * MINUTE);
-    done.expect("nothing of a caller's runs under a mutex");
+            wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+            done.send(()).unwrap();
+        });
+    }
+    for _ in 0..3 {
+        let done = is_done.recv_timeout(2 * MINUTE);
+        done.expect("nothing of a caller's runs under a mutex");
+    }
 }
 
 /// Lets the waker of one who waits run where somebody else releases the lock, or gives up.

@@ -6,18 +6,19 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use chrono::{DateTime, DurationRound, TimeDelta, Utc};
-use diesel::prelude::*;
+use chrono::{DateTime, TimeDelta, Utc};
 use diesel_interlock::schedule::{CatchUp, RunDue, every};
 use diesel_interlock::testing::make_tick_due;
 use workbench::{RoundTrips, When};
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, impatient_pool, installed, number, run, text, truth};
+use crate::support::{eventually, hourly, impatient_pool, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
-static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_millis(600), 3);
+static REPORT: Schedule = Schedule::named("report").after_crash(HOUR, 3);
+/// A lease that is soon lost.
+const BRIEF: Duration = Duration::from_millis(600);
 
 /// Its lease has expired, as if its process had died.
 const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
@@ -27,21 +28,32 @@ const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_ti
 fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
     let never = |_: &Tick| -> Result<()> { panic!("nothing is due") };
     assert_eq!(
-        schedule.run_due(pool, every(HOUR), never).unwrap(),
+        schedule.run_due(pool, hourly, never).unwrap(),
         RunDue::Later(Duration::ZERO)
     );
-    assert_matches!(
-        schedule.run_due(pool, every(HOUR), never),
-        Ok(RunDue::Later(_))
-    );
+    assert_matches!(schedule.run_due(pool, hourly, never), Ok(RunDue::Later(_)));
     assert!(make_tick_due(schedule, pool, HOUR * hours).unwrap());
 }
 
-fn this_hour(database: &workbench::Database) -> DateTime<Utc> {
-    let look = &mut database.connect();
-    let now = diesel::dsl::sql::<diesel::sql_types::Timestamptz>("clock_timestamp()");
-    let now: DateTime<Utc> = diesel::select(now).get_result(look).unwrap();
-    now.duration_trunc(TimeDelta::hours(1)).unwrap()
+/// The tick that came last.
+fn last_tick() -> DateTime<Utc> {
+    hourly(Utc::now()).unwrap() - TimeDelta::hours(1)
+}
+
+/// Runs the tick that is due with a brief lease.
+#[track_caller]
+fn run_briefly<E: std::fmt::Display>(
+    schedule: &Schedule,
+    pool: &PgPool,
+    mut work: impl FnMut(&Tick) -> std::result::Result<(), E>,
+) -> Result<RunDue> {
+    let schedule = schedule.clone().after_crash(BRIEF, 3);
+    let mut ran = Ok(RunDue::Never);
+    eventually("a claim takes less time than the lease", || {
+        ran = schedule.run_due(pool, hourly, &mut work);
+        !matches!(ran, Ok(RunDue::Later(_)))
+    });
+    ran
 }
 
 fn ran_well(_: &Tick) -> Result<()> {
@@ -67,11 +79,11 @@ fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
     {
         let schedule = REPORT.key(index).catch_up(catch_up);
         due(&schedule, &pool, 5);
-        let (now, mut ran, mut last) = (this_hour(&database), Vec::new(), 0);
+        let (now, mut ran, mut last) = (last_tick(), Vec::new(), 0);
         let mut look = RunDue::Ran;
         while look == RunDue::Ran {
             look = schedule
-                .run_due(&pool, every(HOUR), |tick| {
+                .run_due(&pool, hourly, |tick| {
                     assert!(tick.attempt() == 1 && tick.fencing_token() > last);
                     last = tick.fencing_token();
                     ran.push(((now - tick.at()).num_hours(), tick.missed()));
@@ -93,17 +105,17 @@ fn an_error_is_stored_and_not_tried_again() {
     let failed = REPORT
         .clone()
         .details("web-3")
-        .run_due(&pool, every(HOUR), |_| Err("no \0 luck"));
+        .run_due(&pool, hourly, |_| Err("no \0 luck"));
     assert_eq!(failed.unwrap(), RunDue::Ran);
     assert_matches!(
-        REPORT.run_due(&pool, every(HOUR), ran_well),
+        REPORT.run_due(&pool, hourly, ran_well),
         Ok(RunDue::Later(_))
     );
     let row = "(SELECT concat_ws(' | ', runner, attempt, error, ended_at >= started_at, expires_at) FROM resource_control.schedule)";
     assert_eq!(text(look, row), "web-3 | 1 | no  luck | t");
     make_tick_due(&REPORT, &pool, HOUR).unwrap();
     assert_eq!(
-        REPORT.run_due(&pool, every(HOUR), ran_well).unwrap(),
+        REPORT.run_due(&pool, hourly, ran_well).unwrap(),
         RunDue::Ran
     );
     assert!(truth(
@@ -120,7 +132,7 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
     let mut ticks = Vec::new();
     for attempt in 1..=3 {
         let died = catch_unwind(AssertUnwindSafe(|| {
-            REPORT.run_due(&pool, every(HOUR), |tick| -> Result<()> {
+            REPORT.run_due(&pool, hourly, |tick| -> Result<()> {
                 ticks.push((tick.at(), tick.fencing_token()));
                 assert_eq!(tick.attempt(), attempt);
                 panic!("it dies")
@@ -139,12 +151,12 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
         "{ticks:?}"
     );
     assert_matches!(
-        REPORT.run_due(&pool, every(HOUR), ran_well),
+        REPORT.run_due(&pool, hourly, ran_well),
         Ok(RunDue::Later(_))
     );
     // The next tick runs.
     make_tick_due(&REPORT, &pool, HOUR).unwrap();
-    let next = REPORT.run_due(&pool, every(HOUR), |tick| {
+    let next = REPORT.run_due(&pool, hourly, |tick| {
         assert_eq!(tick.attempt(), 1);
         Ok::<_, Error>(())
     });
@@ -157,7 +169,7 @@ fn a_tick_that_runs_again_still_tells_how_many_were_missed() {
     let pool = pool(&database, 4);
     due(&REPORT, &pool, 5);
     let died = catch_unwind(AssertUnwindSafe(|| {
-        REPORT.run_due(&pool, every(HOUR), |tick| -> Result<()> {
+        REPORT.run_due(&pool, hourly, |tick| -> Result<()> {
             assert_eq!((tick.attempt(), tick.missed()), (1, 4));
             panic!("it dies")
         })
@@ -167,7 +179,7 @@ fn a_tick_that_runs_again_still_tells_how_many_were_missed() {
     eventually("a panic gives it to others", || {
         truth(&mut database.connect(), crashed)
     });
-    let again = REPORT.run_due(&pool, every(HOUR), |tick| {
+    let again = REPORT.run_due(&pool, hourly, |tick| {
         assert_eq!((tick.attempt(), tick.missed()), (2, 4));
         Ok::<_, Error>(())
     });
@@ -180,7 +192,7 @@ fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
     let pool = pool(&database, 4);
     let (look, end) = (&mut database.connect(), Mutex::new(database.connect()));
     due(&REPORT, &pool, 1);
-    let ran = REPORT.run_due(&pool, every(HOUR), |_| {
+    let ran = REPORT.run_due(&pool, hourly, |_| {
         run(look, EXPIRE);
         // Between the look of the second and its claim, the first ends.
         let next = |after| {
@@ -188,7 +200,7 @@ fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
                 &mut end.lock().unwrap(),
                 "UPDATE resource_control.schedule SET expires_at = NULL, ended_at = clock_timestamp()",
             );
-            every(HOUR)(after)
+            hourly(after)
         };
         let second = REPORT.run_due(&pool, next, |tick| -> Result<()> { panic!("{tick:?}") });
         assert_matches!(second, Ok(RunDue::Later(_)));
@@ -202,7 +214,8 @@ fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
 fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
     let database = installed();
     let pool = pool(&database, 4);
-    let schedule = REPORT.clone().after_crash(Duration::from_millis(300), 3);
+    // On a slow machine some of its runs may be lost, too.
+    let schedule = REPORT.clone().after_crash(Duration::from_millis(300), 1000);
     due(&schedule, &pool, 1);
     let look = &mut database.connect();
     run(
@@ -216,7 +229,10 @@ fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
         Ok::<_, Error>(())
     };
     eventually("it runs when the server is fast again", || {
-        schedule.run_due(&pool, every(HOUR), work).unwrap() == RunDue::Ran
+        match schedule.run_due(&pool, hourly, work) {
+            Err(Error::PermitLost(_)) => false,
+            ran => ran.unwrap() == RunDue::Ran,
+        }
     });
 }
 
@@ -226,9 +242,9 @@ fn a_run_that_has_lost_its_lease_notices_and_changes_nothing_of_the_next() {
     let pool = pool(&database, 4);
     let look = &mut database.connect();
     due(&REPORT, &pool, 1);
-    let outcome = REPORT.run_due(&pool, every(HOUR), |tick| {
+    let outcome = run_briefly(&REPORT, &pool, |tick| {
         run(look, EXPIRE);
-        let again = REPORT.run_due(&pool, every(HOUR), |again| {
+        let again = REPORT.run_due(&pool, hourly, |again| {
             assert_eq!((again.at(), again.attempt()), (tick.at(), 2));
             assert!(again.fencing_token() > tick.fencing_token());
             Err("of the second")
@@ -248,17 +264,24 @@ fn a_run_that_has_lost_its_lease_notices_and_changes_nothing_of_the_next() {
 fn a_long_run_keeps_its_tick_for_itself() {
     let database = installed();
     let pool = pool(&database, 4);
-    due(&REPORT, &pool, 1);
-    let ran = REPORT.run_due(&pool, every(HOUR), |tick| {
-        // Three leases.
-        assert!(!tick.wait_for_loss(Duration::from_millis(1800)));
-        assert_matches!(
-            REPORT.run_due(&pool, every(HOUR), ran_well),
-            Ok(RunDue::Later(_))
-        );
-        Ok::<_, Error>(())
-    });
-    assert_eq!(ran.unwrap(), RunDue::Ran);
+    // On a slow machine a brief lease may be lost, but not each time.
+    for round in 0..20 {
+        let schedule = REPORT.key(round);
+        due(&schedule, &pool, 1);
+        let mut is_kept = false;
+        let ran = run_briefly(&schedule, &pool, |tick| {
+            if !tick.wait_for_loss(3 * BRIEF) {
+                let others = schedule.run_due(&pool, hourly, ran_well);
+                is_kept = !tick.is_lost();
+                assert!(!is_kept || matches!(others, Ok(RunDue::Later(_))));
+            }
+            Ok::<_, Error>(())
+        });
+        if is_kept && ran.is_ok() {
+            return;
+        }
+    }
+    panic!("each was lost");
 }
 
 /// The one that runs takes the next tick itself, so nobody looks for it without a pause.
@@ -266,12 +289,12 @@ fn a_long_run_keeps_its_tick_for_itself() {
 fn while_a_run_takes_longer_than_a_period_others_look_once_a_second() {
     let database = installed();
     let pool = pool(&database, 4);
-    let schedule = REPORT.clone().after_crash(Duration::from_secs(600), 3);
-    due(&schedule, &pool, 1);
-    let millisecond = every(Duration::from_millis(1));
-    let ran = schedule.run_due(&pool, millisecond, |_| {
+    due(&REPORT, &pool, 1);
+    // Shorter than any claim takes.
+    let often = every(Duration::from_micros(1));
+    let ran = REPORT.run_due(&pool, often, |_| {
         let second = RunDue::Later(Duration::from_secs(1));
-        assert_eq!(schedule.run_due(&pool, millisecond, ran_well)?, second);
+        assert_eq!(REPORT.run_due(&pool, often, ran_well)?, second);
         Ok::<_, Error>(())
     });
     assert_eq!(ran.unwrap(), RunDue::Ran);
@@ -328,7 +351,7 @@ fn a_stop_lets_the_run_end_and_there_may_be_no_tick_any_more() {
     due(&REPORT, &pool, 1);
     let (stop, mut runs) = (Stop::new(), 0);
     REPORT
-        .run(&pool, &stop, every(HOUR), |_| {
+        .run(&pool, &stop, hourly, |_| {
             stop.stop();
             runs += 1;
             Ok::<_, Error>(())
@@ -347,7 +370,6 @@ fn a_stop_lets_the_run_end_and_there_may_be_no_tick_any_more() {
 #[test]
 fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
     let (empty, database) = (workbench::Database::new(), installed());
-    let hourly = every(HOUR);
     let schema = REPORT.run(&pool(&empty, 2), &Stop::new(), hourly, ran_well);
     assert_matches!(schema, Err(Error::NotInstalled));
     let pool = impatient_pool(&database, Duration::from_millis(100));
@@ -414,7 +436,7 @@ fn a_stricter_default_isolation_level_changes_nothing() {
                     runs.fetch_add(1, Ordering::SeqCst);
                     Ok::<_, Error>(())
                 };
-                assert_matches!(REPORT.run_due(&pool, every(HOUR), work), Ok(_));
+                assert_matches!(REPORT.run_due(&pool, hourly, work), Ok(_));
             });
         }
     });
@@ -459,7 +481,7 @@ fn a_run_that_has_noticed_its_loss_stores_no_end_and_its_tick_runs_again() {
             let schedule = REPORT.key(index).key(outcome.is_ok());
             run(look, "DELETE FROM resource_control.schedule");
             due(&schedule, &pool, 1);
-            let lost = schedule.run_due(&pool, every(HOUR), |tick| {
+            let lost = run_briefly(&schedule, &pool, |tick| {
                 run(look, EXPIRE);
                 told(tick);
                 outcome
@@ -467,7 +489,7 @@ fn a_run_that_has_noticed_its_loss_stores_no_end_and_its_tick_runs_again() {
             assert_matches!(lost, Err(Error::PermitLost(_)));
             let has_no_end = "(SELECT ended_at IS NULL AND error IS NULL AND expires_at <= clock_timestamp() FROM resource_control.schedule)";
             assert!(truth(look, has_no_end));
-            let again = schedule.run_due(&pool, every(HOUR), |tick| {
+            let again = schedule.run_due(&pool, hourly, |tick| {
                 assert_eq!(tick.attempt(), 2);
                 Ok::<_, Error>(())
             });
@@ -484,7 +506,9 @@ fn a_loop_runs_a_tick_again_whose_loss_was_noticed() {
     due(&REPORT, &pool, 1);
     let (stop, mut ticks) = (Stop::new(), Vec::new());
     REPORT
-        .run(&pool, &stop, every(HOUR), |tick| {
+        .clone()
+        .after_crash(BRIEF, 3)
+        .run(&pool, &stop, hourly, |tick| {
             ticks.push((tick.at(), tick.attempt()));
             if tick.attempt() == 1 {
                 // Its own clock says so.
@@ -517,7 +541,7 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
                 let (stop, mut runs) = (Stop::new(), 0);
                 proxy.sever_at(n, When::BeforeReply);
                 schedule
-                    .run(&pool, &stop, every(HOUR), |tick| {
+                    .run(&pool, &stop, hourly, |tick| {
                         assert_eq!(tick.attempt(), 1);
                         runs += 1;
                         stop.stop();
@@ -540,7 +564,7 @@ fn a_stop_ends_the_loop_though_the_pool_is_empty() {
     due(&REPORT, &pool, 1);
     let (stop, conn) = (Stop::new(), pool.get().unwrap());
     std::thread::scope(|scope| {
-        let runs = scope.spawn(|| REPORT.run(&pool, &stop, every(HOUR), ran_well));
+        let runs = scope.spawn(|| REPORT.run(&pool, &stop, hourly, ran_well));
         let began = Instant::now();
         eventually("it has waited for the pool", || {
             began.elapsed() > Duration::from_millis(300)

@@ -47,7 +47,7 @@ fn of_run(pool: &PgPool) -> i64 {
 }
 
 #[test]
-fn tokens_grow_over_promotions_that_lose_commits() {
+fn tokens_grow_when_a_standby_is_promoted_that_has_lost_commits() {
     let mut primary = Cluster::start();
     let pool = make_pool(&primary.url("postgres"), 2, PATIENCE);
     wait(migrations::install(&pool)).unwrap();

@@ -12,6 +12,7 @@ use workbench::Database;
 
 #[cfg(feature = "metrics")]
 pub(crate) mod exporter;
+mod hourly;
 #[cfg(feature = "tracing")]
 pub(crate) mod log;
 mod own;
@@ -20,6 +21,7 @@ mod process;
 mod role;
 mod wanted;
 
+pub(crate) use self::hourly::hourly;
 pub(crate) use self::own::{Own, Step};
 pub(crate) use self::pauses::{LEASE, fresh, hourly, in_a_quick_round, once_at_least, patiently};
 pub(crate) use self::process::{Process, alone};

@@ -21,9 +21,19 @@ pub(crate) fn installed() -> Database {
     database
 }
 
+/// A program to which signals do what they do by default, also if this process ignores them: a shell
+/// that starts the tests in the background lets them ignore SIGINT.
+pub(crate) fn with_default_signals(program: &str) -> Command {
+    const EXEC: &str = "$SIG{$_} = 'DEFAULT' for qw(HUP INT QUIT TERM USR1 USR2 TSTP CHLD); \
+        exec { $ARGV[0] } @ARGV or die $!";
+    let mut command = Command::new("perl");
+    command.args(["-e", EXEC, program]);
+    command
+}
+
 /// The program, in the bare environment of cron, with the words of a line as arguments.
 pub(crate) fn interlock(url: &str, line: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_interlock"));
+    let mut command = with_default_signals(env!("CARGO_BIN_EXE_interlock"));
     command
         .env_clear()
         .env("PATH", "/usr/bin:/bin")
@@ -38,6 +48,9 @@ pub(crate) fn run(url: &str, line: &str, script: &str) -> Command {
     command.arg(script);
     command
 }
+
+/// A command that goes on until SIGTERM, and then exits with 9.
+pub(crate) const UNTIL_TERM: &str = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.05; done";
 
 /// Lets a role use the schema.
 #[track_caller]

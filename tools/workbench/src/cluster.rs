@@ -171,6 +171,12 @@ impl Cluster {
     /// The standby follows this server through its Unix socket by streaming replication, asynchronously, with the same
     /// settings. It is a cluster of its own.
     pub fn standby(&self) -> Self {
+        assert!(
+            self.binaries.join("pg_basebackup").is_file(),
+            "{} has no pg_basebackup, which makes a standby: `--skip standby` leaves out the tests \
+             that need one, whose names contain the word",
+            self.binaries.display()
+        );
         let copy = format!("copy {}", self.url("postgres"));
         Self::set_up(self.builder.clone(), self.binaries.clone(), &copy)
     }

@@ -61,20 +61,15 @@ impl Install {
         if is_new {
             free(&mut conn, self.wait)?;
         }
-        let install = if self.restored {
-            migrations::restart_tokens
-        } else {
-            migrations::install
-        };
-        run(install, pool, &mut conn, self.wait)?;
+        install(pool, &mut conn, self.wait, self.restored)?;
         let mut done = Vec::new();
-        match (is_new, repaired.is_empty()) {
-            (false, _) => {}
-            (true, true) => done.push("installed".to_owned()),
-            (true, false) => done.push(format!(
+        if is_new && repaired.is_empty() {
+            done.push("installed".to_owned());
+        } else if is_new {
+            done.push(format!(
                 "repaired by the migrations {}",
                 repaired.join(", ")
-            )),
+            ));
         }
         if self.restored || is_copy {
             done.push("fencing tokens continue above all that are known".to_owned());
@@ -146,11 +141,11 @@ fn say(holders: &str, is_over: bool) -> Result<(), Failure> {
 }
 
 /// Installs, and looks meanwhile for whom it waits.
-fn run(
-    install: fn(&PgPool) -> Result<(), Error>,
+fn install(
     pool: PgPool,
     conn: &mut PgConnection,
     wait: Duration,
+    is_restored: bool,
 ) -> Result<(), Failure> {
     // Those of this program have the same name as this session.
     let waits = format!(
@@ -167,7 +162,11 @@ fn run(
     let (done, is_done) = mpsc::channel();
     thread::Builder::new()
         .spawn(move || {
-            let _ = done.send(install(&pool));
+            let _ = done.send(if is_restored {
+                migrations::restart_tokens(&pool)
+            } else {
+                migrations::install(&pool)
+            });
         })
         .map_err(|error| Failure::new(Failure::SYSTEM, error))?;
     let mut waiting: Option<(Instant, bool)> = None;

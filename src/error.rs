@@ -214,6 +214,18 @@ pub enum Error {
         versions: Vec<&'static str>,
     },
 
+    /// The database is a copy of another one, and its tokens have not been separated from those of
+    /// that one, so fencing tokens would repeat. The owner of the schema installs once.
+    #[error(
+        "this database is a copy of another one, and fencing tokens would repeat: run \
+         `migrations::install` as the role {owner}, before the program starts"
+    )]
+    #[non_exhaustive]
+    CopiedSchema {
+        /// The owner of the schema.
+        owner: String,
+    },
+
     /// One of this crate's migrations failed, and left nothing behind.
     #[error("the migration {version} of resource_control failed: {cause}")]
     #[non_exhaustive]

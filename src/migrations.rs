@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use diesel::sql_types::{Array, Bool, Text};
+use diesel::sql_types::{Array, Bool, Nullable, Text};
 
 pub use self::run_pending::{Target, run_pending};
 use crate::call::ask;
@@ -87,6 +87,24 @@ const STATE: &str = "
                     WHERE t.typnamespace OPERATOR(pg_catalog.=) n.here
                         AND t.typname OPERATOR(pg_catalog.=) o))";
 
+/// Reads who owns the schema if a condition is met.
+macro_rules! owner_if {
+    ($condition:literal) => {
+        concat!(
+            "SELECT CASE WHEN ",
+            $condition,
+            " THEN (SELECT pg_catalog.pg_get_userbyid(n.nspowner)::pg_catalog.text
+                FROM pg_catalog.pg_namespace AS n WHERE n.nspname = 'resource_control') END"
+        )
+    };
+}
+
+const IS_COPY: &str = owner_if!("resource_control.is_copy()");
+
+/// Null is for a copy whose base this role may not set.
+const SET_BASE: &str = owner_if!("resource_control.set_token_base() IS NULL");
+const SET_BASE_ANEW: &str = owner_if!("resource_control.set_token_base(true) IS NULL");
+
 #[derive(Debug, Default)]
 struct State {
     recorded: Vec<String>,
@@ -108,6 +126,10 @@ impl Outcome for Done {
 /// If nothing is pending, it takes three round trips, and the role needs only the right to read.
 /// Otherwise the role must own the schema, or be allowed to create it.
 ///
+/// If the database is a copy of another one, fencing tokens continue above all that the copy shows.
+/// Only the owner of the schema can do this. A copy of the server's files is not noticed: see
+/// [`restart_tokens`].
+///
 /// Each pending file runs in its own transaction, under a transaction lock. So `install` also works
 /// behind a pooler in transaction mode, and only one of many instances runs a file. If a file
 /// fails, what the files before it have created stays.
@@ -120,7 +142,8 @@ impl Outcome for Done {
 ///
 /// [`Error::Migration`] if a file failed; [`Error::Incomplete`] if a part of the schema is recorded
 /// as installed but does not exist, with the statement that repairs it; [`Error::Encoding`] unless
-/// the database is in UTF8; [`Error::Standby`] if the server refuses to write; [`Error::Pool`]; and
+/// the database is in UTF8; [`Error::CopiedSchema`] if the database is a copy and the role may not
+/// set its tokens; [`Error::Standby`] if the server refuses to write; [`Error::Pool`]; and
 /// [`Error::Database`].
 ///
 /// ```
@@ -133,7 +156,9 @@ impl Outcome for Done {
 /// ```
 pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
     P::Mode::drive(async move {
-        SUBJECT.observe("install", run_files(pool)).await?;
+        SUBJECT
+            .observe("install", run_files(pool, SET_BASE))
+            .await?;
         if pool.idle() >= 2 {
             let began = Instant::now();
             if let Err(error @ Error::NotExclusive(_)) =
@@ -152,12 +177,41 @@ pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
     })
 }
 
-/// Checks that [`install`] would find nothing to do, and changes nothing. Two round trips.
+/// As [`install`], and also lets fencing tokens continue above all that the database shows.
+///
+/// Call it once after a restore, copy or upgrade of any kind, as the owner of the schema, before
+/// the program starts. `install` notices a copy by itself, except a copy of the server's files
+/// (base backup, snapshot, image of a machine), which does not differ from its original. Where
+/// nothing was copied, tokens become larger and nothing else happens: holders keep what they hold.
+///
+/// # Errors
+///
+/// As for [`install`], but [`Error::Database`] if the role may not set the tokens.
+///
+/// ```
+/// use diesel_interlock::migrations;
+///
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
+/// migrations::restart_tokens(&pool)?; // `.await` it over deadpool and bb8
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+pub fn restart_tokens<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
+    P::Mode::drive(async move {
+        SUBJECT
+            .observe("restart_tokens", run_files(pool, SET_BASE_ANEW))
+            .await?;
+        Ok(())
+    })
+}
+
+/// Checks that [`install`] would find nothing to do, and changes nothing. Three round trips.
 ///
 /// # Errors
 ///
 /// [`Error::NotInstalled`] if a file is pending, [`Error::Incomplete`] and [`Error::Encoding`] as
-/// for [`install`], [`Error::Pool`], and [`Error::Database`].
+/// for [`install`], [`Error::CopiedSchema`] if the database is a copy, [`Error::Pool`], and
+/// [`Error::Database`].
 ///
 /// ```
 /// use diesel_interlock::{Error, migrations};
@@ -172,15 +226,16 @@ pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
 pub fn check<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
     P::Mode::drive(async move {
         let state = State::look(pool).await?;
-        if state.pending().is_empty() {
-            state.require_all()
-        } else {
-            Err(Error::NotInstalled)
+        if !state.pending().is_empty() {
+            return Err(Error::NotInstalled);
         }
+        state.require_all()?;
+        require_no_owner(pool, IS_COPY).await
     })
 }
 
-async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
+/// Runs the files that are pending, and then a statement for the base of fencing tokens.
+async fn run_files<P: Pool>(pool: &P, set_base: &'static str) -> Result<Done> {
     let mut state = State::look(pool).await?;
     let pending = state.pending();
     if !pending.is_empty() {
@@ -193,11 +248,15 @@ async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
         state = State::of(pool).await?;
     }
     state.require_all()?;
-    // After a restore or pg_upgrade this is another server, and fencing tokens must go on growing.
-    // A role that may only read cannot do this, and leaves it to the owner.
-    let base = Statement::<Bool>::new("SELECT resource_control.set_token_base()", []);
-    let _: Result<(bool, _)> = ask(pool, None, [base]).await;
+    require_no_owner(pool, set_base).await?;
     Ok(Done(!pending.is_empty()))
+}
+
+/// Fails if the statement returns who must install, because the database is a copy.
+async fn require_no_owner<P: Pool>(pool: &P, sql: &'static str) -> Result<()> {
+    let owner = Statement::<Nullable<Text>>::new(sql, []);
+    let (owner, _): (Option<String>, _) = ask(pool, None, [owner]).await?;
+    owner.map_or(Ok(()), |owner| Err(Error::CopiedSchema { owner }))
 }
 
 async fn run_each<P: Pool>(files: &[&File], pool: &P) -> Result<()> {

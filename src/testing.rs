@@ -46,6 +46,8 @@ const LEFT_BEHIND: u64 = 3600;
 
 /// A database for one test: a copy of a template, which is dropped together with this value.
 ///
+/// Its fencing tokens are its own once [`install`](crate::migrations::install) was called in it.
+///
 /// Nobody may be connected to the template while it is copied. Over deadpool and bb8, a task
 /// removes the database after the drop. The runtime of `#[tokio::test]` ends with the test, so
 /// await [`drain`](crate::drain) after the drop.

@@ -31,21 +31,27 @@ pub(crate) struct Install {
     /// Runs the migrations again whose functions were replaced, or whose objects were dropped
     #[arg(long)]
     repair: bool,
+    /// Lets fencing tokens continue above all that are known: run it after any restore, copy or
+    /// upgrade
+    #[arg(long)]
+    restored: bool,
 }
 
 impl Install {
     pub(crate) fn run(self) -> Result<i32, Failure> {
         let url = database::url("install")?;
-        let (pool, mut conn, is_whole) = in_time(|| {
+        let (pool, mut conn, checked) = in_time(|| {
             let mut conn = database::connect(&url)?;
             claim(&mut conn)?;
             let pool = database::pool(&url)?;
-            let is_whole = match migrations::check(&pool) {
+            let checked = match migrations::check(&pool) {
                 Err(Error::Encoding(encoding)) => return Err(Error::Encoding(encoding).into()),
-                checked => checked.is_ok(),
+                checked => checked,
             };
-            Ok::<_, Failure>((pool, conn, is_whole))
+            Ok::<_, Failure>((pool, conn, checked))
         })?;
+        let is_copy = matches!(checked, Err(Error::CopiedSchema { .. }));
+        let is_whole = checked.is_ok() || is_copy;
         let repaired = if self.repair {
             in_time(|| objects::forget_differing(&mut conn))?
         } else {
@@ -55,12 +61,23 @@ impl Install {
         if is_new {
             free(&mut conn, self.wait)?;
         }
-        install(pool, &mut conn, self.wait)?;
-        let what = match (is_new, repaired.is_empty()) {
-            (false, _) => "nothing to do".to_owned(),
-            (true, true) => "installed".to_owned(),
-            (true, false) => format!("repaired by the migrations {}", repaired.join(", ")),
-        };
+        install(pool, &mut conn, self.wait, self.restored)?;
+        let mut done = Vec::new();
+        if is_new && repaired.is_empty() {
+            done.push("installed".to_owned());
+        } else if is_new {
+            done.push(format!(
+                "repaired by the migrations {}",
+                repaired.join(", ")
+            ));
+        }
+        if self.restored || is_copy {
+            done.push("fencing tokens continue above all that are known".to_owned());
+        }
+        if done.is_empty() {
+            done.push("nothing to do".to_owned());
+        }
+        let what = done.join("; ");
         writeln!(io::stdout(), "resource_control: {what}")?;
         Ok(0)
     }
@@ -124,7 +141,12 @@ fn say(holders: &str, is_over: bool) -> Result<(), Failure> {
 }
 
 /// Installs, and looks meanwhile for whom it waits.
-fn install(pool: PgPool, conn: &mut PgConnection, wait: Duration) -> Result<(), Failure> {
+fn install(
+    pool: PgPool,
+    conn: &mut PgConnection,
+    wait: Duration,
+    is_restored: bool,
+) -> Result<(), Failure> {
     // Those of this program have the same name as this session.
     let waits = format!(
         "SELECT DISTINCT blocker AS pid, usename AS role, application_name AS application
@@ -140,7 +162,11 @@ fn install(pool: PgPool, conn: &mut PgConnection, wait: Duration) -> Result<(), 
     let (done, is_done) = mpsc::channel();
     thread::Builder::new()
         .spawn(move || {
-            let _ = done.send(migrations::install(&pool));
+            let _ = done.send(if is_restored {
+                migrations::restart_tokens(&pool)
+            } else {
+                migrations::install(&pool)
+            });
         })
         .map_err(|error| Failure::new(Failure::SYSTEM, error))?;
     let mut waiting: Option<(Instant, bool)> = None;

@@ -559,6 +559,31 @@ fn tokens_never_go_down_after_a_sequence_was_lost() {
 }
 
 #[test]
+fn a_copy_fails_until_its_owner_has_installed() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql(
+        "CREATE ROLE app LOGIN; UPDATE resource_control.token_base SET identity = '';
+         INSERT INTO resource_control.fence VALUES ('rows', 7)",
+    );
+    grant(&database, "--set=role=app");
+    let of_app = &database.url_with("user", "app");
+    let (status, text) = printed(&mut interlock(of_app, "install"));
+    assert_eq!(status, Some(78), "{text}");
+    assert!(text.contains("as the role postgres"), "{text}");
+    // Nothing contradicts it.
+    let (_, lines) = found(of_app, "");
+    let failed = lines.iter().filter(|line| line["level"] == "fail");
+    assert_eq!(failed.count(), 1, "{lines:#?}");
+    remedied(of_app, url, "", "fail", "a copy of another one");
+    let (status, lines) = found(url, "");
+    assert_eq!(status, Some(0), "{lines:#?}");
+}
+
+#[test]
 fn an_index_of_slots_that_is_another_one_is_made_anew() {
     let cluster = healthy();
     let database = cluster.database();

@@ -132,6 +132,7 @@ fn a_superuser_calls_nothing_of_a_schema_of_somebody_else() {
             ("doctor --needs-schema", 1),
             ("install", 78),
             ("install --repair", 78),
+            ("install --restored", 78),
             ("kill nobody --yes", 1),
             ("kill x --slot 1 --yes", 78),
             ("kill x --leader --yes", 78),

@@ -297,6 +297,36 @@ fn install_says_what_it_did() {
 }
 
 #[test]
+fn install_lets_tokens_of_a_copy_continue_and_of_what_was_restored() {
+    let database = installed();
+    let (url, mut session) = (&database.url(), Session::of(&database));
+    let base = "SELECT base FROM resource_control.token_base";
+    let continued = "fencing tokens continue above all that are known";
+    assert_eq!(session.number(base), 0);
+    session.sql("UPDATE resource_control.token_base SET identity = ''");
+    for line in ["install", "install --restored"] {
+        let before = session.number(base);
+        assert_eq!(
+            printed(&mut interlock(url, line)),
+            (Some(0), format!("resource_control: {continued}\n"))
+        );
+        assert!(session.number(base) > before);
+    }
+    assert_eq!(
+        printed(&mut interlock(url, "install")),
+        (Some(0), "resource_control: nothing to do\n".into())
+    );
+    let new = Database::new();
+    assert_eq!(
+        printed(&mut interlock(&new.url(), "install --restored")),
+        (
+            Some(0),
+            format!("resource_control: installed; {continued}\n")
+        )
+    );
+}
+
+#[test]
 fn tables_fit_a_terminal_unless_they_are_to_be_wide() {
     let database = installed();
     let long = "a long name of an application that says more than it must";

@@ -49,9 +49,38 @@ CREATE SEQUENCE IF NOT EXISTS resource_control.fencing_token AS bigint CACHE 1;
 
 CREATE TABLE IF NOT EXISTS resource_control.token_base (
     is_only boolean PRIMARY KEY DEFAULT true CONSTRAINT token_bases_are_one CHECK (is_only),
-    system_identifier bigint NOT NULL,
+    -- Where the base was set.
+    identity text NOT NULL,
     base bigint NOT NULL
 );
+
+-- Tells this database from a copy of it: by the server, by the database in it, and by the table of the base, which a restore
+-- into the same database creates anew. Null where the server does not say, as on some managed services.
+CREATE OR REPLACE FUNCTION resource_control.database_identity() RETURNS text
+    LANGUAGE plpgsql STABLE
+    SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN (SELECT concat_ws(' ', c.system_identifier, d.oid, 'resource_control.token_base'::regclass::oid)
+        FROM pg_control_system() AS c, pg_database AS d WHERE d.datname = current_database());
+EXCEPTION WHEN OTHERS THEN
+    RETURN NULL;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION resource_control.is_copy() RETURNS boolean
+    LANGUAGE plpgsql STABLE
+    SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    here CONSTANT text := resource_control.database_identity();
+BEGIN
+    RETURN here IS NOT NULL AND NOT EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.identity = here);
+EXCEPTION WHEN insufficient_privilege THEN
+    -- A role that may read nothing may still start a program that only takes locks.
+    RETURN false;
+END
+$$;
 
 -- A promotion begins a new timeline, and a sequence may then have lost its last numbers. So that no token is drawn twice, each
 -- timeline has its own range of numbers. Where the timeline cannot be read, as on some managed services, all numbers are in one
@@ -123,7 +152,11 @@ COMMENT ON TABLE resource_control.installed_migration IS
 COMMENT ON SEQUENCE resource_control.fencing_token IS
     'The fencing tokens of session locks and schedules.';
 COMMENT ON TABLE resource_control.token_base IS
-    'From where the timelines of the server are counted, so that tokens grow also after a restore or pg_upgrade, where timelines begin at 1 again.';
+    'From where the timelines of the server are counted, so that tokens grow also after a restore, copy or upgrade, where timelines begin at 1 again.';
+COMMENT ON FUNCTION resource_control.database_identity() IS
+    'The server, the database and the table of the base of tokens, and null where the server does not say.';
+COMMENT ON FUNCTION resource_control.is_copy() IS
+    'Whether the base of tokens was set in another database, of which this one is a copy: the owner must install before tokens are drawn.';
 COMMENT ON FUNCTION resource_control.token_floor() IS
     'The least token of the present timeline of the server, or 0 where the timeline cannot be read.';
 COMMENT ON FUNCTION resource_control.next_token(regclass) IS

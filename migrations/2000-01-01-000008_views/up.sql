@@ -78,48 +78,69 @@ CREATE OR REPLACE VIEW resource_control.schedule_state AS
             s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error, s.paused_at
         FROM resource_control.schedule AS s;
 
--- Sets a new base for the timelines if this is another server than before, as after a restore or pg_upgrade. The sequences then
--- continue in the range after their present one, because the old server may have drawn more numbers after they were copied.
--- Returns whether a new base was set.
-CREATE OR REPLACE FUNCTION resource_control.set_token_base() RETURNS boolean
+-- Sets a new base for the timelines if this database is a copy, or anew in any case. All tokens are then larger than those that
+-- the sequences and the rows show. Returns whether a new base was set, and null if this is a copy and the role may not set it.
+CREATE OR REPLACE FUNCTION resource_control.set_token_base(anew boolean DEFAULT false) RETURNS boolean
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
+    SET lock_timeout = 0
 AS $$
 DECLARE
-    server bigint;
-    reached bigint;
-    is_copy boolean;
+    -- A larger token in a row was not drawn from a sequence, and after it no range would be left.
+    no_token CONSTANT bigint := 1::bigint << 62;
+    -- Microseconds since 2026, and of a day.
+    age CONSTANT bigint := GREATEST(date_part('epoch', clock_timestamp()) * 1000000 - 1767225600000000, 0);
+    day CONSTANT bigint := 86400000000;
+    timeline bigint := 1;
+    largest bigint;
+    range bigint;
 BEGIN
-    SELECT c.system_identifier INTO server FROM pg_control_system() AS c;
-    IF EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.system_identifier = server) THEN
+    IF NOT (anew OR resource_control.is_copy()) THEN
         RETURN false;
     END IF;
     -- Only one session at a time, because a slower one would set the sequences back.
     PERFORM pg_advisory_xact_lock(20000101000009);
-    IF EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.system_identifier = server) THEN
+    IF NOT (anew OR resource_control.is_copy()) THEN
         RETURN false;
     END IF;
-    SELECT GREATEST((SELECT s.last_value FROM resource_control.fencing_token AS s),
-            (SELECT s.last_value FROM resource_control.service_request_id_seq AS s)) >> 40 INTO reached;
+    BEGIN
+        timeline := ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
+    EXCEPTION WHEN OTHERS THEN
+        -- Then token_floor() cannot read it either.
+    END;
+    -- Logical replication copies rows and no sequences, and a sequence has not yet reached the range of a base that is new.
+    SELECT max(d.token) INTO largest FROM (
+        SELECT s.last_value FROM resource_control.fencing_token AS s WHERE s.is_called
+        UNION ALL SELECT s.last_value FROM resource_control.service_request_id_seq AS s WHERE s.is_called
+        UNION ALL SELECT max(r.id) FROM resource_control.service_request AS r WHERE r.id < no_token
+        UNION ALL SELECT max(s.token) FROM resource_control.schedule AS s WHERE s.token < no_token
+        UNION ALL SELECT max(f.token) FROM resource_control.fence AS f WHERE f.token < no_token
+        UNION ALL SELECT b.base + timeline - 1 << 40 FROM resource_control.token_base AS b WHERE b.base < no_token >> 40
+    ) AS d (token);
     DELETE FROM resource_control.token_base;
-    is_copy := FOUND;
-    reached := reached + is_copy::integer;
-    INSERT INTO resource_control.token_base (system_identifier, base)
-        VALUES (server, reached + 1 - ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint);
-    IF is_copy THEN
-        PERFORM setval('resource_control.fencing_token', reached << 40);
-        PERFORM setval('resource_control.service_request_id_seq', reached << 40);
+    IF FOUND OR largest > 0 THEN
+        -- The next range, because the original may have drawn more tokens since it was copied. And at least the range of today,
+        -- because the original may also have been promoted since, which happens less than once a day.
+        range := GREATEST((largest >> 40) + 1, age / day);
+        -- Within the range, a later copy of the same original begins later: by more than is drawn in the meantime.
+        PERFORM setval(s.sequence, (range << 40) + age % day * 4)
+            FROM (VALUES ('resource_control.fencing_token'::regclass), ('resource_control.service_request_id_seq')) AS s (sequence);
     END IF;
+    INSERT INTO resource_control.token_base (identity, base)
+        VALUES (COALESCE(resource_control.database_identity(), ''), COALESCE(range, 0) + 1 - timeline);
     RETURN true;
-EXCEPTION WHEN insufficient_privilege OR feature_not_supported OR undefined_function THEN
-    RETURN false;
+EXCEPTION WHEN insufficient_privilege THEN
+    IF anew THEN
+        RAISE;
+    END IF;
+    RETURN NULL;
 END
 $$;
 
 PERFORM resource_control.set_token_base();
 
-COMMENT ON FUNCTION resource_control.set_token_base() IS
-    'Counts the timelines of the server anew if this is another server than before, as after a restore or pg_upgrade. Returns whether it is.';
+COMMENT ON FUNCTION resource_control.set_token_base(boolean) IS
+    'Lets tokens go on above all that are known if this database is a copy, or anew in any case. Returns whether it did, and null if this is a copy and the role may not do so.';
 COMMENT ON VIEW resource_control.advisory_lock IS
     'Who holds the advisory locks of this database, and who waits for them on the server, and for whom. A lock is a number, or first and second.';
 COMMENT ON VIEW resource_control.slot_in_flight IS

@@ -105,13 +105,13 @@ fn on_a_restored_server_tokens_go_on_after_those_of_the_server_before() {
     let database = installed();
     let pool = make_pool(&database.url(), 2, PATIENCE);
     let conn = &mut database.connect();
-    // As after a restore of a database that has seen five promotions, and has drawn numbers since
-    // it was copied.
+    // As after a restore of a database that has seen so many promotions that the range of the day
+    // lies below, and has drawn numbers since it was copied.
     run(
         conn,
-        "UPDATE resource_control.token_base SET system_identifier = 0, base = 0;
-         SELECT setval('resource_control.fencing_token', (5::bigint << 40) + 7),
-             setval('resource_control.service_request_id_seq', (5::bigint << 40) + 7)",
+        "UPDATE resource_control.token_base SET identity = '', base = 0;
+         SELECT setval('resource_control.fencing_token', (1000000::bigint << 40) + 7),
+             setval('resource_control.service_request_id_seq', (1000000::bigint << 40) + 7)",
     );
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -119,16 +119,16 @@ fn on_a_restored_server_tokens_go_on_after_those_of_the_server_before() {
         }
     });
     let base = "(SELECT base FROM resource_control.token_base)";
-    assert_eq!(number(conn, base), 6);
+    assert_eq!(number(conn, base), 1_000_001);
     let first = tokens(&pool);
     for token in first {
-        assert!(token > 6 << 40, "{token}");
+        assert!(token > 1_000_001 << 40, "{token}");
     }
     wait(migrations::install(&pool)).unwrap();
     for (new, old) in tokens(&pool).into_iter().zip(first) {
         assert!(new > old, "{new} after {old}");
     }
-    assert_eq!(number(conn, base), 6);
+    assert_eq!(number(conn, base), 1_000_001);
 }
 
 #[test]

@@ -50,6 +50,33 @@ fn a_database_is_a_copy_of_the_template_and_goes_with_its_value() {
     });
 }
 
+#[test]
+fn a_copy_has_tokens_of_its_own_once_its_program_has_installed() {
+    let (server, template) = (Database::new(), Database::new());
+    let of_template = pool(&template, 1);
+    wait(migrations::install(&of_template)).unwrap();
+    let token_of = |pool: &PgPool| {
+        let mut guard = wait(AdvisoryLock::named("t").acquire(pool)).unwrap();
+        let token = wait(guard.fencing_token()).unwrap();
+        wait(guard.release()).unwrap();
+        token
+    };
+    let largest = token_of(&of_template);
+    drop(of_template);
+    end_all(&mut server.connect(), &template);
+    let maintenance = pool(&server, 1);
+    let copy = testing::Database::from_template(&maintenance, template.name());
+    let copy = wait(copy).unwrap();
+    let pool = make_pool(&copy.url(&template.url()), 1, Duration::from_secs(20));
+    assert_matches!(
+        wait(migrations::check(&pool)),
+        Err(Error::CopiedSchema { .. })
+    );
+    wait(migrations::install(&pool)).unwrap();
+    wait(migrations::check(&pool)).unwrap();
+    assert!(token_of(&pool) > largest + (1 << 40));
+}
+
 /// Nobody may be connected to a template.
 fn end_all(conn: &mut diesel::PgConnection, template: &Database) {
     eventually("nobody is connected", || {

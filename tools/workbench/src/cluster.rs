@@ -181,6 +181,24 @@ impl Cluster {
         Self::set_up(self.builder.clone(), self.binaries.clone(), &copy)
     }
 
+    /// Starts a backup of this server, which must be running, as a server of its own: as a snapshot or the image of a machine
+    /// is started, which nobody has told that it is a copy.
+    pub fn backup(&self) -> Self {
+        let backup = format!("backup {}", self.url("postgres"));
+        Self::set_up(self.builder.clone(), self.binaries.clone(), &backup)
+    }
+
+    /// Stops this server, and starts a new one with its data, by the `pg_upgrade` of the programs in a directory.
+    pub fn upgraded(&self, binaries: &Path) -> Self {
+        self.stop(StopMode::Fast);
+        let upgrade = format!(
+            "upgrade {} {}/data",
+            self.binaries.display(),
+            self.directory
+        );
+        Self::set_up(self.builder.clone(), binaries.to_owned(), &upgrade)
+    }
+
     /// Lets a standby go on without its primary, from which it has received nothing since [`detach`](Self::detach), and accept writes.
     pub fn promote(&self) {
         let mut conn = self.endpoint("postgres").connect();

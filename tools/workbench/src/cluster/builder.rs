@@ -1,5 +1,7 @@
 //! The settings of a server before it is started.
 
+use std::path::Path;
+
 use super::Cluster;
 
 /// The settings of a [`Cluster`] to be started. Made by [`Cluster::builder`].
@@ -58,7 +60,12 @@ impl ClusterBuilder {
     /// Makes the server's directory with `initdb`, starts the server and waits until it accepts connections: half a
     /// second in all.
     pub fn start(self) -> Cluster {
-        Cluster::set_up(self, super::binaries::directory(), "create")
+        self.start_with(&super::binaries::directory())
+    }
+
+    /// As [`start`](Self::start), with the programs of another version in a directory.
+    pub fn start_with(self, binaries: &Path) -> Cluster {
+        Cluster::set_up(self, binaries.to_owned(), "create")
     }
 }
 

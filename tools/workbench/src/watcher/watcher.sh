@@ -41,10 +41,19 @@ run() {
 }
 
 signals='CONT QUIT TERM'
-while read -r command argument; do
+while read -r command argument other; do
     case $command in
     create) run setup "$binaries/initdb" -D "$directory/data" -U postgres -A trust -E UTF8 --locale=C -N ;;
     copy) run setup "$binaries/pg_basebackup" -d "$argument" -D "$directory/data" -R -X stream -c fast -N ;;
+    backup) run setup "$binaries/pg_basebackup" -d "$argument" -D "$directory/data" -X stream -c fast -N ;;
+    upgrade)
+        # From 18 on, a new server has checksums unless it is told otherwise, and they must agree.
+        run setup sh -c 'cd "$1" && unsums=
+            "$2/initdb" --help | grep -q no-data-checksums && unsums=--no-data-checksums
+            "$2/initdb" -D "$1/data" -U postgres -A trust -E UTF8 --locale=C -N $unsums &&
+                "$2/pg_upgrade" -b "$3" -B "$2" -d "$4" -D "$1/data" -s "$1" -U postgres' \
+            upgrade "$directory" "$binaries" "$argument" "$other"
+        ;;
     serve) run log "$binaries/postgres" -D "$directory/data" ;;
     pool) run log "$binaries/pgbouncer" "$directory/pgbouncer.ini" ;;
     balance)

@@ -4,10 +4,9 @@
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use diesel::sql_types::Bool;
 
@@ -20,6 +19,7 @@ use crate::mode::Mode;
 use crate::pool::Pool;
 use crate::statement::Database;
 use crate::statement::Statement;
+use crate::sync::{AtomicBool, Instant, Mutex, MutexGuard, Ordering::SeqCst};
 
 /// The shortest timeout of a lease that renews itself, because its renewals must get through a busy
 /// pool and a short outage.

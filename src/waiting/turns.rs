@@ -83,7 +83,7 @@ pub(crate) fn wake_oldest(what: &What) {
 
 /// Delays a newcomer while this process leaves the slots of a service to others, and a moment
 /// longer. So the oldest tries first, and does not mistake what the newcomer takes for the slot of
-/// another process.
+/// another process. Whoever has no time for that tries at once.
 pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Instant>) {
     if NUMBER.load(Ordering::SeqCst) == 0 {
         return;
@@ -93,8 +93,9 @@ pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Insta
         let of_what = queues.get(what).into_iter().flatten();
         of_what.filter_map(|queue| queue.share.yields_until).max()
     };
-    if let Some(until) = until {
-        M::sleep(&Alarm::new(until + Share::AFTER_THE_OLDEST), deadline).await;
+    let end = until.map(|until| until + Share::AFTER_THE_OLDEST);
+    if let Some(end) = end.filter(|end| deadline.is_none_or(|deadline| *end < deadline)) {
+        M::sleep(&Alarm::new(end), None).await;
     }
 }
 
@@ -361,7 +362,13 @@ impl Turns {
         let now = Instant::now();
         let soonest = yields_until.map_or(now, |until| until.max(now));
         for (index, alarm) in nearer {
-            alarm.advance((now + after(index)).max(soonest));
+            let due = (now + after(index)).max(soonest);
+            if index == 0 {
+                // Also if it is at work: it may be about to sleep for as long as the second.
+                alarm.set(due);
+            } else {
+                alarm.advance(due);
+            }
         }
     }
 }

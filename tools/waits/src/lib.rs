@@ -23,11 +23,14 @@
 extern crate self as diesel; // lease.rs uses one type of Diesel's
 
 mod clock;
+mod leases;
 
 mod locks;
+mod slots;
 
 mod stand_ins;
 mod sync;
+mod units;
 
 mod watch;
 

@@ -45,7 +45,7 @@ impl World {
         Self {
             server: Arc::default(),
             // One who cannot wait on the server pauses for an eighth of a second at most.
-            watch: Watch::new(if can_spare { 10 * MS } else { 130 * MS }),
+            watch: Watch::new(if can_spare { 10 * MS } else { 130 * MS }, Duration::ZERO),
             can_spare,
         }
     }
@@ -195,7 +195,7 @@ fn assert_no_place_is_left() {
 
 /// How one who waits gives up.
 #[derive(Debug, Clone, Copy)]
-enum End {
+pub(crate) enum End {
     Never,
     Deadline(Duration),
     /// The future is dropped after so many polls.
@@ -204,25 +204,37 @@ enum End {
     DroppedAt(Duration),
 }
 
+impl End {
+    /// Waits until it is granted, or until this end.
+    pub(crate) fn wait<T, A: Future<Output = Option<T>>, B: Future<Output = Option<T>>>(
+        self,
+        is_async: bool,
+        wait_async: impl FnOnce(Option<Instant>) -> A,
+        wait_blocking: impl FnOnce(Option<Instant>) -> B,
+    ) -> Option<T> {
+        let now = Instant::now();
+        let wait = |deadline, polls, end| match is_async {
+            true => run_until(wait_async(deadline), polls, end).flatten(),
+            false => block_on(wait_blocking(deadline)),
+        };
+        match self {
+            Self::Never => wait(None, u32::MAX, None),
+            Self::Deadline(timeout) => wait(Some(now + timeout), u32::MAX, None),
+            Self::DroppedAfter(polls) => wait(None, polls, None),
+            Self::DroppedAt(time) => wait(None, u32::MAX, Some(now + time)),
+        }
+    }
+}
+
 fn start(world: &World, is_async: bool, begin: Duration, end: End, hold: Duration) {
     let world = world.clone();
     spawn(move || {
         pause(begin);
-        let deadline = match end {
-            End::Deadline(timeout) => Some(Instant::now() + timeout),
-            _ => None,
-        };
-        let acquired = match (is_async, end) {
-            (true, End::DroppedAfter(polls)) => {
-                run_until(world.acquire::<Async>(None), polls, None).flatten()
-            }
-            (true, End::DroppedAt(time)) => {
-                let end = Some(Instant::now() + time);
-                run_until(world.acquire::<Async>(None), u32::MAX, end).flatten()
-            }
-            (true, _) => block_on(world.acquire::<Async>(deadline)),
-            (false, _) => block_on(world.acquire::<Blocking>(deadline)),
-        };
+        let acquired = end.wait(
+            is_async,
+            |deadline| world.acquire::<Async>(deadline),
+            |deadline| world.acquire::<Blocking>(deadline),
+        );
         if let Some(session) = acquired {
             pause(hold);
             session.release();
@@ -246,7 +258,7 @@ fn finish() {
     assert_no_place_is_left();
 }
 
-fn any_end(longest: u32) -> (bool, End) {
+pub(crate) fn any_end(longest: u32) -> (bool, End) {
     let mut any = thread_rng();
     match any.gen_range(0..4) {
         0 => (any.r#gen(), End::Never),

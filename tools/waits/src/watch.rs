@@ -16,8 +16,8 @@ struct Counts {
     sent: usize,
     /// Since when somebody waits and nothing is sent.
     idle_since: Option<Instant>,
-    /// Whether something was released here, and nobody has tried since.
-    is_owed: bool,
+    /// When something was released here for which nobody has tried yet.
+    owed_since: Option<Instant>,
 }
 
 /// Watches the waiters of one queue.
@@ -25,19 +25,24 @@ struct Counts {
 pub(crate) struct Watch(Arc<Mutex<Counts>>);
 
 impl Watch {
-    /// Fails if nobody does anything for longer than `longest`, or for what was released here.
-    pub(crate) fn new(longest: Duration) -> Self {
+    /// Fails if nobody does anything for longer than `longest`, or for what was released here for
+    /// longer than `patience`.
+    pub(crate) fn new(longest: Duration, patience: Duration) -> Self {
         let watch = Self::default();
         let watched = watch.clone();
         clock::invariant(move |next| {
-            let (idle_since, is_owed) = {
+            let (idle_since, owed_since) = {
                 let counts = lock(&watched.0);
-                (counts.idle_since, counts.is_owed)
+                (counts.idle_since, counts.owed_since)
             };
             if let Some(since) = idle_since {
                 let idle = next.duration_since(since);
                 assert!(idle <= longest, "those who wait send nothing for {idle:?}");
-                assert!(!is_owed, "nobody tries for what was released here");
+                let owed = owed_since.map_or(Duration::ZERO, |since| next.duration_since(since));
+                assert!(
+                    owed <= patience,
+                    "released here, and nobody tries for {owed:?}"
+                );
             }
         });
         watch
@@ -48,7 +53,7 @@ impl Watch {
         change(&mut counts);
         let is_idle = counts.waiting > 0 && counts.sent == 0;
         counts.idle_since = is_idle.then(|| counts.idle_since.unwrap_or_else(Instant::now));
-        counts.is_owed &= counts.waiting > 0;
+        counts.owed_since = counts.owed_since.filter(|_| counts.waiting > 0);
     }
 
     /// Somebody waits, until the drop.
@@ -61,19 +66,19 @@ impl Watch {
     pub(crate) fn send(&self) -> Sent {
         self.change(|counts| {
             counts.sent += 1;
-            counts.is_owed = false;
+            counts.owed_since = None;
         });
         Sent(self.clone())
     }
 
     /// Something was released here, and those who wait were told.
     pub(crate) fn owe(&self) {
-        self.change(|counts| counts.is_owed = true);
+        self.change(|counts| counts.owed_since = counts.owed_since.or(Some(Instant::now())));
     }
 
     /// It was granted to one who was on the server.
     pub(crate) fn settle(&self) {
-        self.change(|counts| counts.is_owed = false);
+        self.change(|counts| counts.owed_since = None);
     }
 }
 

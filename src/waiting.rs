@@ -19,4 +19,27 @@
 mod share;
 mod turns;
 
+use std::time::Duration;
+
 pub(crate) use self::turns::{Turns, What, let_others_pass, wake_oldest};
+
+/// How long the oldest waits on the server at a time. While it waits, it holds a snapshot, and a
+/// `CREATE INDEX CONCURRENTLY` of the lock's holder waits for that snapshot: a deadlock, unless the
+/// slice is shorter than `deadlock_timeout`. If the future of a waiter is dropped, its session
+/// waits on until the end of the slice.
+const SLICE: Duration = Duration::from_millis(200);
+/// The shortest and the longest pause of the oldest where it polls.
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+/// The n-th waiter tries n − 1 times this after it was refused.
+const SECOND: Duration = Duration::from_secs(1);
+/// For how long a process lives on its own releases of slots before it leaves slots to others, at
+/// least and at most.
+const SHORTEST_SPAN: Duration = Duration::from_millis(500);
+const LONGEST_SPAN: Duration = Duration::from_secs(10);
+/// For how long it does: the longest pause of a poll, and a margin. Round trips cancel out: they
+/// add as much to the time between two polls of another process as to the time from a release here
+/// to the next try of this process.
+const YIELD: Duration = Duration::from_millis(140);
+/// How much later than the oldest a newcomer tries then.
+const AFTER_THE_OLDEST: Duration = Duration::from_millis(20);

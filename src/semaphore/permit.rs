@@ -7,7 +7,7 @@ use super::sql;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::lease::Lease;
-use crate::mode::{Mode, PATIENCE};
+use crate::mode::{Mode, PATIENCE, PATIENCE_OF_A_LOOP};
 use crate::pool::{Pool, Reply, debug};
 use crate::waiting::{self, What};
 
@@ -100,12 +100,12 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Releases the permit of a loop that may be about to end. So a blocking loop waits at most a
-    /// second for a connection; a future can be dropped.
+    /// Releases the permit of a loop that may be about to end. So a blocking loop waits for a
+    /// connection only shortly; a future can be dropped.
     pub(crate) async fn release_soon(mut self) {
         let lease = self.end("release");
         let runtime = lease.grant.runtime.clone();
-        let limit = Some(Duration::from_secs(1));
+        let limit = Some(PATIENCE_OF_A_LOOP);
         // No error is lost: an event reports a lost permit, and a row that could not be completed
         // expires.
         let _ = P::Mode::surely(&runtime, None, release(lease, "release", limit)).await;

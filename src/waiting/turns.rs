@@ -5,21 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::share::Share;
+use super::{AFTER_THE_OLDEST, FIRST_PAUSE, LONGEST_PAUSE, SECOND, SLICE};
 use crate::alarm::{Alarm, jitter, lock};
 use crate::key::LockId;
 use crate::mode::Mode;
 use crate::statement::Database;
 use crate::sync::{AtomicUsize, Instant, LazyLock, Mutex, Ordering};
-
-/// How long the oldest waits on the server at a time. While it waits, it holds a snapshot, and a
-/// `CREATE INDEX CONCURRENTLY` of the lock's holder waits for that snapshot: a deadlock, unless the
-/// slice is shorter than `deadlock_timeout`. If the future of a waiter is dropped, its session
-/// waits on until the end of the slice.
-const SLICE: Duration = Duration::from_millis(200);
-/// The shortest and the longest pause of the oldest where it polls.
-const FIRST_PAUSE: Duration = Duration::from_millis(5);
-const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-const SECOND: Duration = Duration::from_secs(1);
 
 /// What is waited for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -93,7 +84,7 @@ pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Insta
         let of_what = queues.get(what).into_iter().flatten();
         of_what.filter_map(|queue| queue.share.yields_until).max()
     };
-    let end = until.map(|until| until + Share::AFTER_THE_OLDEST);
+    let end = until.map(|until| until + AFTER_THE_OLDEST);
     if let Some(end) = end.filter(|end| deadline.is_none_or(|deadline| *end < deadline)) {
         M::sleep(&Alarm::new(end), None).await;
     }

@@ -295,22 +295,23 @@ fn locks_of_a_crowd_that_polls() {
     explore(|| crowd(false));
 }
 
-/// After a second, the second tries, too. The oldest gives up then.
+/// After a second, the second tries, too. The oldest gives up as the second is refused, or a little
+/// before or after that.
 fn give_up(can_spare: bool) {
     let world = World::new(can_spare);
     hold_elsewhere(&world, MS * 1400);
-    for _ in 0..3 {
-        let begin = MS / 2 * thread_rng().gen_range(0..4);
-        let (is_async, end) = match thread_rng().gen_range(0..4) {
-            0 => (true, End::Never),
-            1 => (false, End::Never),
-            kind => {
-                let time = MS * 1000 + MS / 2 * thread_rng().gen_range(0..12);
-                let end = [End::DroppedAt, End::Deadline][kind - 2](time);
-                (kind == 2 || thread_rng().r#gen(), end)
-            }
-        };
-        start(&world, is_async, begin, end, MS);
+    let (refused, any) = (MS * 1001 + 2 * TRIP, thread_rng().gen_range(0..3));
+    let time = refused + MS / 2 * any - MS / 2;
+    let (is_async, end) = match thread_rng().gen_range(0..3) {
+        0 => (
+            thread_rng().r#gen(),
+            End::Deadline(time + TRIP.mul_f64(2.5)),
+        ),
+        _ => (true, End::DroppedAt(time)),
+    };
+    start(&world, is_async, Duration::ZERO, end, MS);
+    for begin in [MS, 3 * MS / 2] {
+        start(&world, thread_rng().r#gen(), begin, End::Never, MS);
     }
     finish();
 }

@@ -325,3 +325,50 @@ fn locks_as_the_oldest_gives_up_on_the_server() {
 fn locks_as_the_oldest_gives_up_where_all_poll() {
     explore(|| give_up(false));
 }
+
+/// The others sleep while the oldest waits: the n-th tries after n - 1 seconds.
+#[test]
+fn locks_of_a_crowd_that_sends_little_more_than_its_oldest() {
+    explore(|| {
+        let world = World::new(true);
+        hold_elsewhere(&world, MS * 3400);
+        for _ in 0..8 {
+            start(
+                &world,
+                thread_rng().r#gen(),
+                Duration::ZERO,
+                End::Never,
+                Duration::ZERO,
+            );
+        }
+        pause(MS * 3300);
+        // The holder, and the first tries; those of the second, third and fourth; slices.
+        let most = 1 + 8 + (3 + 1 + 1) + 17;
+        let sent = lock(&world.server).last;
+        assert!(sent <= most, "{sent} tries");
+        finish();
+    });
+}
+
+/// The oldest was refused, and does nothing: its pool is empty, or nobody polls it.
+#[test]
+fn locks_behind_one_who_does_nothing() {
+    explore(|| {
+        let world = World {
+            watch: Watch::new(1010 * MS, Duration::from_secs(1)),
+            ..World::new(true)
+        };
+        hold_elsewhere(&world, MS * thread_rng().gen_range(2..30));
+        let mut turns = Turns::new(None);
+        turns.note_refusal(LOCK, DATABASE, Instant::now());
+        let waiting = world.watch.wait();
+        for _ in 0..3 {
+            let (is_async, end) = (thread_rng().r#gen(), End::Never);
+            start(&world, is_async, Duration::ZERO, end, MS);
+        }
+        pause(Duration::from_secs(4));
+        assert_eq!(lock(&world.server).holder, None, "the others have had it");
+        drop((turns, waiting));
+        finish();
+    });
+}

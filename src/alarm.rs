@@ -1,9 +1,16 @@
 //! Pauses that others may end: what a waiter, a renewal and a loop sleep on, and what stops a loop.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+#[cfg(feature = "async")]
+use std::future::poll_fn;
+#[cfg(feature = "async")]
+use std::pin::pin;
+use std::sync::{Arc, PoisonError};
+#[cfg(feature = "async")]
+use std::task::Poll;
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::sync::{AtomicBool, Condvar, Instant, Mutex, MutexGuard, Ordering};
 
 /// Locks a mutex, even after a panic of a thread that held it: nothing here is left half done.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -59,7 +66,7 @@ impl Alarm {
 
     /// When the alarm is due, but not later than the deadline.
     #[cfg(feature = "async")]
-    pub(crate) fn due(&self, deadline: Option<Instant>) -> Instant {
+    fn due(&self, deadline: Option<Instant>) -> Instant {
         let due = lock(&self.state).0;
         deadline.map_or(due, |deadline| deadline.min(due))
     }
@@ -79,15 +86,36 @@ impl Alarm {
         }
     }
 
+    /// Waits until the alarm is due, or until the deadline. `timer` makes a future that is ready at
+    /// a time.
+    #[cfg(feature = "async")]
+    pub(crate) async fn wait<T: Future<Output = ()>>(
+        &self,
+        deadline: Option<Instant>,
+        timer: impl Fn(Instant) -> T,
+    ) {
+        while let Some(due) = self.pending(deadline) {
+            let mut timer = pin!(timer(due));
+            poll_fn(|context| {
+                if self.register(context.waker(), due, deadline) {
+                    timer.as_mut().poll(context)
+                } else {
+                    Poll::Ready(())
+                }
+            })
+            .await;
+        }
+    }
+
     /// When the alarm will be due. `None` if it is due now.
     #[cfg(feature = "async")]
-    pub(crate) fn pending(&self, deadline: Option<Instant>) -> Option<Instant> {
+    fn pending(&self, deadline: Option<Instant>) -> Option<Instant> {
         Some(self.due(deadline)).filter(|due| *due > Instant::now())
     }
 
     /// Wakes the task once the alarm is set. Returns whether it is still set to `due`.
     #[cfg(feature = "async")]
-    pub(crate) fn register(&self, waker: &Waker, due: Instant, deadline: Option<Instant>) -> bool {
+    fn register(&self, waker: &Waker, due: Instant, deadline: Option<Instant>) -> bool {
         // Cloned and dropped outside the mutex, because a waker runs foreign code.
         let new = Some(waker.clone());
         let before = std::mem::replace(&mut lock(&self.state).1, new);

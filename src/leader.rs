@@ -175,13 +175,15 @@ impl<P: Pool> Leader<P> {
         stop: &Stop,
     ) -> Result<Option<(Permit<P>, Term<P>)>> {
         let mut trouble = Trouble::default();
-        // Short, so that a stop does not wait for the pool.
-        let limit = Some(Duration::from_secs(1));
         while !stop.is_stopped() {
             let longest = jitter(self.lease / 3);
             // A deadline, because a server that never replies must not end the campaign.
             let deadline = Instant::now().checked_add(self.lease);
-            let claimed = P::Mode::within(deadline, semaphore.claim(pool, limit)).await;
+            let claimed = P::Mode::within(
+                deadline,
+                semaphore.claim(pool, Some(mode::PATIENCE_OF_A_LOOP)),
+            )
+            .await;
             let claimed = claimed.unwrap_or(Err(Error::TimedOut));
             if claimed.is_ok() {
                 trouble.end();

@@ -28,10 +28,9 @@
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::slice;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use diesel::sql_types::Bool;
 
@@ -44,6 +43,7 @@ use crate::mode::Mode;
 use crate::pool::Pool;
 use crate::session::is_closed;
 use crate::statement::Statement;
+use crate::sync::{AtomicBool, Instant, Mutex, MutexGuard, Ordering::SeqCst};
 
 /// The shortest timeout of a lease that renews itself, because its renewals must get through a busy
 /// pool and a short outage.

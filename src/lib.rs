@@ -121,6 +121,7 @@ mod sealed {
     pub trait Sealed {}
 }
 mod statement;
+mod sync;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod throttle;

@@ -88,6 +88,9 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
 /// connection is closed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
+/// How long a blocking loop waits for a connection at a time, so that a stop soon ends it.
+pub(crate) const PATIENCE_OF_A_LOOP: Duration = Duration::from_secs(1);
+
 /// How many operations go on although nobody awaits them.
 static LEFT: AtomicUsize = AtomicUsize::new(0);
 

@@ -28,6 +28,7 @@ pub use self::tick::Tick;
 use self::unanswered::Unanswered;
 #[cfg(feature = "r2d2")]
 use crate::alarm::Stop;
+use crate::alarm::jitter;
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::{Subject, Trouble, changed};
@@ -240,8 +241,7 @@ impl Schedule<crate::pool::PgPool> {
     ) -> Result<()> {
         let (mut unanswered, mut trouble) = (Unanswered::default(), Trouble::default());
         while !stop.is_stopped() {
-            // Short, so that a stop does not wait for the pool.
-            let limit = Some(Duration::from_secs(1));
+            let limit = Some(mode::PATIENCE_OF_A_LOOP);
             let look =
                 self.look_blocking(pool, limit, &mut unanswered, &mut trouble, &next, &mut work);
             match pause_after(look)? {
@@ -367,22 +367,17 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
     }
 }
 
-/// The pause after an error, which is random so that instances do not retry all at once.
-fn retry() -> Duration {
-    Duration::from_millis(fastrand::u64(500..1500))
-}
-
 /// How long a loop pauses before its next look. `None` if the loop is over.
 fn pause_after(look: Result<RunDue>) -> Result<Option<Duration>> {
     match look {
         Ok(RunDue::Ran) => Ok(Some(Duration::ZERO)),
         // A random addition, so that instances do not look all at once.
         Ok(RunDue::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
-        Ok(RunDue::Paused) => Ok(Some(Duration::from_millis(fastrand::u64(2000..4000)))),
+        Ok(RunDue::Paused) => Ok(Some(jitter(Duration::from_secs(3)))),
         Ok(RunDue::Never) => Ok(None),
         // The error was reported already.
         Err(error) if error.may_pass() || matches!(error, Error::PermitLost(_)) => {
-            Ok(Some(retry()))
+            Ok(Some(jitter(Duration::from_secs(1))))
         }
         Err(error) => Err(error),
     }

@@ -1,6 +1,5 @@
 use std::fmt;
-use std::future::poll_fn;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -119,17 +118,7 @@ impl Mode for Async {
     }
 
     async fn sleep(alarm: &Alarm, deadline: Option<Instant>) {
-        while let Some(due) = alarm.pending(deadline) {
-            let mut timer = pin!(sleep_until(due.into()));
-            poll_fn(|context| {
-                if alarm.register(context.waker(), due, deadline) {
-                    timer.as_mut().poll(context)
-                } else {
-                    Poll::Ready(())
-                }
-            })
-            .await;
-        }
+        alarm.wait(deadline, |due| sleep_until(due.into())).await;
     }
 }
 

@@ -7,7 +7,7 @@ use super::sql;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::lease::Lease;
-use crate::mode::{self, Left, Mode, PATIENCE};
+use crate::mode::{self, Left, Mode, PATIENCE, PATIENCE_OF_A_LOOP};
 use crate::pool::{Pool, Reply, debug};
 use crate::waiting::{self, What};
 
@@ -96,12 +96,12 @@ impl<P: Pool> Permit<P> {
         P::Mode::drive(self.complete("release", None))
     }
 
-    /// Releases the permit of a loop that may be about to end. So a blocking loop waits at most a
-    /// second for a connection; a future can be dropped.
+    /// Releases the permit of a loop that may be about to end. So a blocking loop waits for a
+    /// connection only shortly; a future can be dropped.
     pub(crate) async fn release_soon(self) {
         // No error is lost: an event reports a lost permit, and a row that could not be completed
         // expires.
-        let _ = self.complete("release", Some(Duration::from_secs(1))).await;
+        let _ = self.complete("release", Some(PATIENCE_OF_A_LOOP)).await;
     }
 
     /// Releases the permit after the work: after a success with the errors of the release, and after

@@ -1,0 +1,249 @@
+//! The rest of the crate, as far as the sources of the model use it.
+
+pub(crate) mod error {
+    #[derive(Debug, PartialEq, Eq)]
+    pub(crate) enum Error {
+        Pool(&'static str),
+        PermitLost(String),
+        TimedOut,
+    }
+
+    pub(crate) type Result<T> = std::result::Result<T, Error>;
+}
+
+pub(crate) mod key {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub(crate) struct LockId(pub(crate) i64);
+}
+
+pub(crate) mod event {
+    use crate::error::Result;
+    use crate::sync::Instant;
+
+    #[derive(Debug, Clone, Copy)]
+    pub(crate) struct Subject;
+
+    impl Subject {
+        pub(crate) fn end(self, _: &str, _: Instant, _: Instant, _: &Result<()>) {}
+    }
+}
+
+pub(crate) mod metrics {
+    use crate::event::Subject;
+
+    #[derive(Debug)]
+    pub(crate) struct Raised;
+
+    impl Raised {
+        pub(crate) fn held(_: Subject) -> Self {
+            Self
+        }
+    }
+}
+
+pub(crate) mod sql_types {
+    #[derive(Debug)]
+    pub(crate) struct Bool;
+}
+
+pub(crate) mod statement {
+    use std::marker::PhantomData;
+    use std::time::Duration;
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub(crate) struct Database(pub(crate) i32);
+
+    /// Renews the row of a lease, or ends it.
+    #[derive(Debug)]
+    pub(crate) struct Statement<T> {
+        pub(crate) renews_for: Option<Duration>,
+        pub(crate) rows: PhantomData<T>,
+    }
+}
+
+pub(crate) mod pool {
+    use std::time::Duration;
+
+    use crate::error::Result;
+    use crate::mode::Mode;
+
+    pub(crate) trait Pool: Clone + Send + Sync + 'static {
+        type Mode: Mode;
+
+        /// Sends the statement of a lease. Returns whether the row was held.
+        fn send(
+            &self,
+            renews_for: Option<Duration>,
+        ) -> impl Future<Output = Result<bool>> + Send + 'static;
+    }
+}
+
+pub(crate) mod call {
+    use std::time::Duration;
+
+    use crate::error::Result;
+    use crate::mode::Mode;
+    use crate::pool::Pool;
+    use crate::statement::Statement;
+    use crate::sync::Instant;
+
+    pub(crate) async fn ask<P: Pool, T>(
+        pool: &P,
+        _: Option<Duration>,
+        [statement]: [Statement<T>; 1],
+    ) -> Result<(bool, Instant)> {
+        let (sent, reply) = (Instant::now(), pool.send(statement.renews_for));
+        Ok((P::Mode::run(reply).await?, sent))
+    }
+
+    pub(crate) async fn ask_surely<P: Pool, T: Send + 'static, V: Send + 'static>(
+        pool: &P,
+        limit: Option<Duration>,
+        statement: Statement<T>,
+        then: impl FnOnce(bool, Instant) -> V + Send + 'static,
+    ) -> Result<V> {
+        let pool = pool.clone();
+        P::Mode::surely(async move {
+            let (reply, sent) = ask(&pool, limit, [statement]).await?;
+            Ok(then(reply, sent))
+        })
+        .await
+    }
+}
+
+pub(crate) mod mode {
+    use std::future::{poll_fn, ready};
+    use std::pin::pin;
+    use std::sync::{Arc, Mutex};
+    use std::task::{Context, Poll, Waker};
+
+    use crate::alarm::Alarm;
+    use crate::clock::{block_on, lock, sleep_until, spawn};
+    use crate::sync::Instant;
+
+    pub(crate) trait Mode: Send + Sync + 'static {
+        type Runtime: Send + Sync + Default;
+
+        /// Awaits the server.
+        fn run<T: Send>(
+            operation: impl Future<Output = T> + Send,
+        ) -> impl Future<Output = T> + Send;
+
+        fn surely<T: Send + 'static>(
+            operation: impl Future<Output = T> + Send + 'static,
+        ) -> impl Future<Output = T> + Send;
+
+        fn in_background(
+            runtime: &Self::Runtime,
+            operation: impl Future<Output = ()> + Send + 'static,
+        );
+
+        fn within<T: Send>(
+            deadline: Option<Instant>,
+            operation: impl Future<Output = T> + Send,
+        ) -> impl Future<Output = Option<T>> + Send;
+
+        fn sleep(alarm: &Alarm, deadline: Option<Instant>) -> impl Future<Output = ()> + Send;
+    }
+
+    #[derive(Debug, Clone)]
+    pub(crate) enum Blocking {}
+
+    #[derive(Debug, Clone)]
+    pub(crate) enum Async {}
+
+    /// One poll completes it.
+    fn now<T>(operation: impl Future<Output = T>) -> T {
+        match pin!(operation).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(value) => value,
+            Poll::Pending => unreachable!("it blocks"),
+        }
+    }
+
+    impl Mode for Blocking {
+        type Runtime = ();
+
+        fn run<T: Send>(
+            operation: impl Future<Output = T> + Send,
+        ) -> impl Future<Output = T> + Send {
+            ready(block_on(operation))
+        }
+
+        fn surely<T: Send + 'static>(
+            operation: impl Future<Output = T> + Send + 'static,
+        ) -> impl Future<Output = T> + Send {
+            ready(now(operation))
+        }
+
+        fn in_background((): &(), operation: impl Future<Output = ()> + Send + 'static) {
+            spawn(move || now(operation));
+        }
+
+        fn within<T: Send>(
+            _: Option<Instant>,
+            operation: impl Future<Output = T> + Send,
+        ) -> impl Future<Output = Option<T>> + Send {
+            ready(Some(now(operation)))
+        }
+
+        fn sleep(alarm: &Alarm, deadline: Option<Instant>) -> impl Future<Output = ()> + Send {
+            alarm.block(deadline);
+            ready(())
+        }
+    }
+
+    impl Mode for Async {
+        type Runtime = ();
+
+        fn run<T: Send>(
+            operation: impl Future<Output = T> + Send,
+        ) -> impl Future<Output = T> + Send {
+            operation
+        }
+
+        async fn surely<T: Send + 'static>(
+            operation: impl Future<Output = T> + Send + 'static,
+        ) -> T {
+            let done = Arc::new(Mutex::new((None, None::<Waker>)));
+            let caller = done.clone();
+            spawn(move || {
+                let value = block_on(operation);
+                let mut done = lock(&done);
+                done.0 = Some(value);
+                let waker = done.1.take();
+                drop(done);
+                waker.inspect(Waker::wake_by_ref);
+            });
+            poll_fn(|context| {
+                let mut done = lock(&caller);
+                done.1 = Some(context.waker().clone());
+                done.0.take().map_or(Poll::Pending, Poll::Ready)
+            })
+            .await
+        }
+
+        fn in_background((): &(), operation: impl Future<Output = ()> + Send + 'static) {
+            spawn(move || block_on(operation));
+        }
+
+        async fn within<T: Send>(
+            deadline: Option<Instant>,
+            operation: impl Future<Output = T> + Send,
+        ) -> Option<T> {
+            let mut operation = pin!(operation);
+            let Some(deadline) = deadline else {
+                return Some(operation.await);
+            };
+            let mut timer = pin!(sleep_until(deadline));
+            poll_fn(|context| match operation.as_mut().poll(context) {
+                Poll::Ready(value) => Poll::Ready(Some(value)),
+                Poll::Pending => timer.as_mut().poll(context).map(|()| None),
+            })
+            .await
+        }
+
+        async fn sleep(alarm: &Alarm, deadline: Option<Instant>) {
+            alarm.wait(deadline, sleep_until).await;
+        }
+    }
+}

@@ -26,14 +26,24 @@ pub(crate) fn jitter(pause: Duration) -> Duration {
 /// A time that one sleeper waits for, and that others may change. `Mode::sleep` waits for it.
 #[derive(Debug)]
 pub struct Alarm {
-    state: Mutex<(Instant, Option<Waker>)>,
+    /// When it is due, once that is set, and whom it wakes.
+    state: Mutex<(Option<Instant>, Option<Waker>)>,
     changed: Condvar,
 }
 
 impl Alarm {
     pub(crate) fn new(due: Instant) -> Self {
         Self {
-            state: Mutex::new((due, None)),
+            state: Mutex::new((Some(due), None)),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// An alarm that is never due until it is set. It needs no timer.
+    #[cfg(feature = "async")]
+    pub(crate) fn unset() -> Self {
+        Self {
+            state: Mutex::new((None, None)),
             changed: Condvar::new(),
         }
     }
@@ -54,10 +64,10 @@ impl Alarm {
 
     fn set_if(&self, due: Instant, is_to_be_set: impl FnOnce(Instant) -> bool) {
         let mut state = lock(&self.state);
-        if !is_to_be_set(state.0) {
+        if !state.0.is_none_or(is_to_be_set) {
             return;
         }
-        state.0 = due;
+        state.0 = Some(due);
         let waker = state.1.take();
         drop(state);
         self.changed.notify_one();
@@ -66,9 +76,8 @@ impl Alarm {
 
     /// When the alarm is due, but not later than the deadline.
     #[cfg(feature = "async")]
-    fn due(&self, deadline: Option<Instant>) -> Instant {
-        let due = lock(&self.state).0;
-        deadline.map_or(due, |deadline| deadline.min(due))
+    fn due(&self, deadline: Option<Instant>) -> Option<Instant> {
+        earlier(lock(&self.state).0, deadline)
     }
 
     /// Blocks the thread until the alarm is due, or until the deadline.
@@ -76,7 +85,11 @@ impl Alarm {
     pub(crate) fn block(&self, deadline: Option<Instant>) {
         let mut state = lock(&self.state);
         loop {
-            let due = deadline.map_or(state.0, |deadline| deadline.min(state.0));
+            let Some(due) = earlier(state.0, deadline) else {
+                let waited = self.changed.wait(state);
+                state = waited.unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
             let rest = due.saturating_duration_since(Instant::now());
             if rest.is_zero() {
                 return;
@@ -94,34 +107,38 @@ impl Alarm {
         deadline: Option<Instant>,
         timer: impl Fn(Instant) -> T,
     ) {
-        while let Some(due) = self.pending(deadline) {
-            let mut timer = pin!(timer(due));
+        loop {
+            let due = self.due(deadline);
+            if due.is_some_and(|due| due <= Instant::now()) {
+                return;
+            }
+            let mut timer = pin!(due.map(&timer));
             poll_fn(|context| {
-                if self.register(context.waker(), due, deadline) {
-                    timer.as_mut().poll(context)
-                } else {
-                    Poll::Ready(())
+                if !self.register(context.waker(), due, deadline) {
+                    return Poll::Ready(());
+                }
+                match timer.as_mut().as_pin_mut() {
+                    Some(timer) => timer.poll(context),
+                    None => Poll::Pending,
                 }
             })
             .await;
         }
     }
 
-    /// When the alarm will be due. `None` if it is due now.
-    #[cfg(feature = "async")]
-    fn pending(&self, deadline: Option<Instant>) -> Option<Instant> {
-        Some(self.due(deadline)).filter(|due| *due > Instant::now())
-    }
-
     /// Wakes the task once the alarm is set. Returns whether it is still set to `due`.
     #[cfg(feature = "async")]
-    fn register(&self, waker: &Waker, due: Instant, deadline: Option<Instant>) -> bool {
+    fn register(&self, waker: &Waker, due: Option<Instant>, deadline: Option<Instant>) -> bool {
         // Cloned and dropped outside the mutex, because a waker runs foreign code.
         let new = Some(waker.clone());
         let before = std::mem::replace(&mut lock(&self.state).1, new);
         drop(before);
         self.due(deadline) == due
     }
+}
+
+fn earlier(due: Option<Instant>, deadline: Option<Instant>) -> Option<Instant> {
+    due.into_iter().chain(deadline).min()
 }
 
 /// The alarms of those who sleep until something happens. Set the flag that says so before you wake

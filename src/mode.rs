@@ -54,14 +54,14 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
 
     /// Runs an operation to its end: on this thread, or in a task of the runtime that polls this
     /// future. If this future is dropped, the task goes on for at most `patience`, and its value is
-    /// dropped. The operation must borrow nothing, or the compiler finds the futures around it not
-    /// to be `Send`.
+    /// dropped. If the runtime ends first, it fails. The operation must borrow nothing, or the
+    /// compiler finds the futures around it not to be `Send`.
     #[doc(hidden)]
     fn surely<T: Send + 'static>(
         runtime: &Self::Runtime,
         patience: Option<Duration>,
-        operation: impl Future<Output = T> + Send + 'static,
-    ) -> impl Future<Output = T> + Send;
+        operation: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> impl Future<Output = Result<T>> + Send;
 
     /// Runs an operation in the background: on a thread of its own, or in a task.
     #[doc(hidden)]

@@ -1,12 +1,13 @@
 use std::fmt;
-use std::pin::Pin;
+use std::panic::catch_unwind;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
-use tokio::time::{sleep_until, timeout_at};
+use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::{Left, Mode, unless};
 use crate::alarm::{Alarm, lock};
@@ -55,8 +56,13 @@ impl Mode for Async {
         Operation(Box::pin(operation))
     }
 
+    /// Where a runtime has no timers, tokio panics when one is made, and says so nowhere else.
     fn runtime() -> Result<Handle> {
-        Handle::try_current().map_err(|_| Error::NoRuntime)
+        let runtime = Handle::try_current().map_err(|_| Error::NoRuntime)?;
+        match catch_unwind(|| drop(sleep(Duration::ZERO))) {
+            Ok(()) => Ok(runtime),
+            Err(_) => Err(Error::NoRuntime),
+        }
     }
 
     /// A runtime that has ended drops the operation at once.
@@ -71,8 +77,8 @@ impl Mode for Async {
     async fn surely<T: Send + 'static>(
         runtime: &Handle,
         patience: Option<Duration>,
-        operation: impl Future<Output = T> + Send + 'static,
-    ) -> T {
+        operation: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<T> {
         // The runtime of the caller, because the one where a permit was claimed may have ended.
         let runtime = Handle::try_current().unwrap_or_else(|_| runtime.clone());
         let caller = Caller::new(patience);
@@ -89,8 +95,8 @@ impl Mode for Async {
             Ok(None) => std::future::pending().await,
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
-                // The runtime shuts down, and drops this future, too.
-                Err(_) => std::future::pending().await,
+                // The runtime has ended. It drops this future, too, unless another one polls it.
+                Err(_) => Err(Error::NoRuntime),
             },
         }
     }
@@ -110,7 +116,14 @@ impl Mode for Async {
     ) -> Option<T> {
         match deadline {
             Some(deadline) if Handle::try_current().is_ok() => {
-                timeout_at(deadline.into(), operation).await.ok()
+                let mut operation = pin!(operation);
+                match timeout_at(deadline.into(), operation.as_mut()).await {
+                    Ok(value) => Some(value),
+                    // A paused clock jumps to the next timer whenever the runtime waits for a
+                    // server, so it says nothing about that server.
+                    Err(_) if Instant::now() < deadline => Some(operation.await),
+                    Err(_) => None,
+                }
             }
             // Outside a runtime there is no timer, and the operation itself says so.
             _ => Some(operation.await),
@@ -135,9 +148,8 @@ struct Gone {
 
 impl Caller {
     fn new(patience: Option<Duration>) -> Self {
-        const YEARS: Duration = Duration::from_secs(30 * 365 * 24 * 60 * 60);
         let gone = Gone {
-            alarm: Alarm::new(Instant::now() + YEARS),
+            alarm: Alarm::unset(),
             left: Mutex::new(None),
         };
         Self(Arc::new(gone), patience)

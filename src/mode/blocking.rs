@@ -39,8 +39,8 @@ impl Mode for Blocking {
     fn surely<T: Send + 'static>(
         (): &(),
         _: Option<Duration>,
-        operation: impl Future<Output = T> + Send + 'static,
-    ) -> impl Future<Output = T> + Send {
+        operation: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> impl Future<Output = Result<T>> + Send {
         ready(now(operation))
     }
 

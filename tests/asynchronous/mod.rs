@@ -9,6 +9,7 @@ mod leaders;
 mod metrics;
 mod own_migrations;
 mod rate_limits;
+mod runtimes;
 mod schedules;
 mod silence;
 mod throttles;

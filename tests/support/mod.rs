@@ -23,7 +23,7 @@ mod wanted;
 
 pub(crate) use self::hourly::hourly;
 pub(crate) use self::own::{Own, Step};
-pub(crate) use self::pauses::{LEASE, fresh, hourly, in_a_quick_round, once_at_least, patiently};
+pub(crate) use self::pauses::{LEASE, fresh, in_a_quick_round, once_at_least, patiently};
 pub(crate) use self::process::{Process, alone};
 pub(crate) use self::role::Role;
 pub(crate) use self::wanted::Wanted;

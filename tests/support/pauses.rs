@@ -4,8 +4,6 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use chrono::{DateTime, TimeDelta, Utc};
-
 use crate::half::Error;
 
 /// A lease that survives a pause of five seconds at any moment: its renewal is due after four
@@ -50,9 +48,4 @@ pub(crate) fn fresh(name: &str) -> &'static str {
     static ROUNDS: AtomicU32 = AtomicU32::new(0);
     let round = ROUNDS.fetch_add(1, Ordering::Relaxed);
     format!("{name}, {round}").leak()
-}
-
-/// An hour after the tick before. Unlike `every`, it needs no test to keep clear of the full hour.
-pub(crate) fn hourly(before: DateTime<Utc>) -> Option<DateTime<Utc>> {
-    Some(before + TimeDelta::hours(1))
 }

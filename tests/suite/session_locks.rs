@@ -249,7 +249,7 @@ fn is_taken_and_refused(lock: &AdvisoryLock, pool: &PgPool) -> Result<()> {
     let mut guard = wait(lock.acquire(pool))?;
     // On a machine that is too slow, no try has a reply in its time.
     eventually("it is busy", || {
-        let waited = wait(lock.acquire_timeout(pool, Duration::from_millis(150)));
+        let waited = wait(lock.acquire_timeout(pool, Duration::from_millis(300)));
         waited.is_ok_and(|attempt| attempt.is_busy())
     });
     assert!(wait(guard.is_held())?);

@@ -12,7 +12,7 @@ use crate::half::{
 };
 use crate::support::exporter::{Metrics, exported};
 use crate::support::{
-    LEASE, Observer, assert_after_drop, eventually, foreign_holder, fresh, installed, once_at_least,
+    Observer, assert_after_drop, eventually, foreign_holder, fresh, installed, once_at_least,
 };
 
 #[cfg(feature = "testing")]
@@ -272,7 +272,7 @@ fn a_kept_permit_is_counted_as_lost_when_that_is_noticed_and_once() {
     let database = installed();
     let pool = pool(&database, 2);
     // Their losses are noticed after four seconds.
-    let kept = Semaphore::named("lost permit", 2, LEASE).keep_alive();
+    let kept = Semaphore::named("lost permit", 2, crate::support::LEASE).keep_alive();
     let [released, dropped] = [(); 2].map(|()| wait(kept.acquire(&pool)).unwrap());
     for permit in [&released, &dropped] {
         assert!(wait(kept.complete(&pool, permit.fencing_token())).unwrap());

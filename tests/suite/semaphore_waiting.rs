@@ -130,20 +130,20 @@ fn a_waiter_holds_neither_connection_nor_snapshot_between_its_tries() {
 /// The oldest of a crowd polls, and the n-th asks every n - 1 seconds.
 #[test]
 fn a_crowd_of_waiters_is_served_and_asks_seldom() {
-    const CROWD: u64 = 1000;
+    const CROWD: u64 = 300;
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let (pool, waiting) = (pool(&database, 1), make_pool(&proxy.url(), 8, LONG));
-    let hundred = Semaphore::named("crowd", 100, HOUR);
-    let held: Vec<_> = (0..100).map(|_| taken(&hundred, &pool)).collect();
+    let thirty = Semaphore::named("crowd", 30, HOUR);
+    let held: Vec<_> = (0..30).map(|_| taken(&thirty, &pool)).collect();
     let served = Arc::new(AtomicU64::new(0));
     let waiters: Vec<_> = (0..CROWD)
         .map(|_| {
-            let (hundred, waiting, served) = (hundred.clone(), waiting.clone(), served.clone());
+            let (thirty, waiting, served) = (thirty.clone(), waiting.clone(), served.clone());
             std::thread::Builder::new()
                 .stack_size(1 << 20)
                 .spawn(move || {
-                    let permit = wait(hundred.acquire(&waiting)).unwrap();
+                    let permit = wait(thirty.acquire(&waiting)).unwrap();
                     served.fetch_add(1, Ordering::SeqCst);
                     wait(permit.release()).unwrap();
                 })

@@ -233,7 +233,9 @@ fn no_setting_of_the_session_hinders_a_lock() {
         let database = Database::new();
         let alter = format!("ALTER DATABASE {} SET {settings}", database.name());
         run(&mut database.connect(), &alter);
-        let pool = pool(&database, 2);
+        // With a connection to spare, so that a wait is one on the server.
+        let pool = pool(&database, 3);
+        on_one(&pool, |_| on_one(&pool, |_| on_one(&pool, |_| ())));
         for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
             // On a machine that is too slow, the session's timeout may cancel anything.
             once_at_least(settings, || is_taken_and_refused(&lock, &pool).is_ok());
@@ -247,7 +249,7 @@ fn is_taken_and_refused(lock: &AdvisoryLock, pool: &PgPool) -> Result<()> {
     let mut guard = wait(lock.acquire(pool))?;
     // On a machine that is too slow, no try has a reply in its time.
     eventually("it is busy", || {
-        let waited = wait(lock.acquire_timeout(pool, Duration::from_millis(150)));
+        let waited = wait(lock.acquire_timeout(pool, Duration::from_millis(300)));
         waited.is_ok_and(|attempt| attempt.is_busy())
     });
     assert!(wait(guard.is_held())?);

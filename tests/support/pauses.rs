@@ -10,8 +10,8 @@ use crate::half::Error;
 /// seconds, and its holder relies on it for eleven.
 pub(crate) const LEASE: Duration = Duration::from_secs(12);
 
-/// Repeats a round until it succeeds. Only for a round that never succeeds with broken code, so
-/// that a failure says no more than that the machine paused.
+/// Repeats a round until it succeeds, because the machine may pause in one. Only for a round that
+/// never succeeds with broken code.
 #[track_caller]
 pub(crate) fn once_at_least(what: &str, mut succeeds: impl FnMut() -> bool) {
     assert!((0..20).any(|_| succeeds()), "in none of 20 rounds: {what}");

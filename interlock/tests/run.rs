@@ -187,12 +187,13 @@ fn a_signal_ends_a_wait_and_nothing_stays_behind() {
     holder.take("x");
     holder.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
     for line in ["x --wait 10m", "x --wait 10m --lease 1h"] {
-        let running = &mut Running::start(&mut run(url, line, "true"));
-        eventually("it waits", || {
-            holder.number(
-                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'interlock x'",
-            ) > 0
+        let sessions = "SELECT count(*) FROM pg_stat_activity
+            WHERE datname = current_database() AND application_name = 'interlock x'";
+        eventually("those of the one before have ended", || {
+            holder.number(sessions) == 0
         });
+        let running = &mut Running::start(&mut run(url, line, "true"));
+        eventually("it waits", || holder.number(sessions) > 0);
         running.signal("TERM");
         assert_eq!(running.status(), Some(143));
     }

@@ -34,6 +34,7 @@ fn one_leads_at_a_time_and_each_term_has_a_larger_token() {
             scope.spawn(move || {
                 DISPATCHER.lead(&pool, stop, |term| {
                     let number = begun.fetch_add(1, Ordering::SeqCst) + 1;
+                    term.pause(Duration::from_millis(20));
                     let mut terms = terms.lock().unwrap();
                     let last = begun.load(Ordering::SeqCst);
                     // Of a term that a slow machine has lost, nothing is said.

@@ -242,7 +242,9 @@ fn a_run_that_has_lost_its_lease_notices_and_changes_nothing_of_the_next() {
     let pool = pool(&database, 4);
     let look = &mut database.connect();
     due(&REPORT, &pool, 1);
-    let outcome = run_briefly(&REPORT, &pool, |tick| {
+    // Its renewals come every four seconds.
+    let first = REPORT.clone().after_crash(Duration::from_secs(12), 3);
+    let outcome = first.run_due(&pool, hourly, |tick| {
         run(look, EXPIRE);
         let again = REPORT.run_due(&pool, hourly, |again| {
             assert_eq!((again.at(), again.attempt()), (tick.at(), 2));

@@ -1,5 +1,6 @@
 //! A copy of a database knows that it is one, and its tokens continue above those of the original.
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Error, PgPool, Schedule, Semaphore, make_pool, migrations, pool, wait,
+    AdvisoryLock, Error, PgPool, Schedule, Semaphore, make_pool, migrations, on_first, pool, wait,
     while_it_runs,
 };
 use crate::support::{Role, eventually, installed, number, run, text, truth};
@@ -70,6 +71,11 @@ fn tokens_of_a_copy_are_larger_than_all_that_its_rows_show() {
         format!("SELECT setval('resource_control.fencing_token', {far})"),
         format!("SELECT setval('resource_control.service_request_id_seq', {far})"),
         "UPDATE resource_control.token_base SET base = 100000".to_owned(),
+        // Too large to be a base.
+        format!(
+            "UPDATE resource_control.token_base SET base = 1::bigint << 22;
+             INSERT INTO resource_control.fence VALUES ('f', {far})"
+        ),
         // Only tables were copied, and that of the base was not among them.
         format!(
             "DELETE FROM resource_control.token_base; INSERT INTO resource_control.fence VALUES ('f', {far})"
@@ -157,6 +163,27 @@ fn a_copy_within_the_server_is_noticed() {
     );
 }
 
+/// As `pg_restore --clean` does.
+#[test]
+fn a_restore_into_the_same_database_is_noticed() {
+    let database = installed();
+    let (pool, conn) = (pool(&database, 1), &mut database.connect());
+    wait(migrations::check(&pool)).unwrap();
+    run(
+        conn,
+        "CREATE TABLE restored (LIKE resource_control.token_base INCLUDING ALL);
+         INSERT INTO restored SELECT * FROM resource_control.token_base;
+         DROP TABLE resource_control.token_base;
+         ALTER TABLE restored SET SCHEMA resource_control;
+         ALTER TABLE resource_control.restored RENAME TO token_base",
+    );
+    assert_matches!(
+        wait(migrations::check(&pool)),
+        Err(Error::CopiedSchema { .. })
+    );
+    assert!(next_token(&pool) > 1 << 40);
+}
+
 #[test]
 fn what_rewrites_the_table_makes_no_copy() {
     let database = installed();
@@ -213,24 +240,37 @@ fn a_role_that_may_not_set_the_base_is_told_who_may() {
 
 #[test]
 fn twenty_instances_set_the_base_of_a_copy_once() {
-    let database = installed();
-    let conn = &mut database.connect();
-    run(
-        conn,
-        &format!("{COPY} UPDATE resource_control.token_base SET base = 100000"),
-    );
-    // Their waits for each other are not those of the application.
-    let url = database.url_with("options", "-c lock_timeout=1ms");
-    std::thread::scope(|scope| {
-        for _ in 0..20 {
-            let pool = make_pool(&url, 1, PATIENCE);
-            scope.spawn(move || wait(migrations::install(&pool)).unwrap());
-        }
-    });
-    assert_eq!(
-        number(conn, "(SELECT base FROM resource_control.token_base)"),
-        100_001
-    );
+    for level in ["read committed", "repeatable read", "serializable"] {
+        let database = installed();
+        let conn = &mut database.connect();
+        // The base as rows that were replicated without it show it.
+        run(
+            conn,
+            &format!(
+                "DELETE FROM resource_control.token_base;
+                 INSERT INTO resource_control.fence VALUES ('f', {FAR})"
+            ),
+        );
+        // Their waits for each other are not those of the application.
+        let level = level.replace(' ', "\\ ");
+        let options = format!("-c lock_timeout=1ms -c default_transaction_isolation={level}");
+        let url = database.url_with("options", &options);
+        let all = Barrier::new(20);
+        let pools: Vec<_> = (0..20).map(|_| make_pool(&url, 1, PATIENCE)).collect();
+        std::thread::scope(|scope| {
+            for pool in &pools {
+                scope.spawn(|| {
+                    wait(on_first(pool, "SELECT 1")).unwrap();
+                    all.wait();
+                    wait(migrations::install(pool)).unwrap();
+                });
+            }
+        });
+        assert_eq!(
+            number(conn, "(SELECT base FROM resource_control.token_base)"),
+            100_001
+        );
+    }
 }
 
 #[test]

@@ -127,7 +127,9 @@ BEGIN
             FROM (VALUES ('resource_control.fencing_token'::regclass), ('resource_control.service_request_id_seq')) AS s (sequence);
     END IF;
     INSERT INTO resource_control.token_base (identity, base)
-        VALUES (COALESCE(resource_control.database_identity(), ''), COALESCE(range, 0) + 1 - timeline);
+        VALUES (COALESCE(resource_control.database_identity(), ''), COALESCE(range, 0) + 1 - timeline)
+        -- Makes a row that an older snapshot does not show a serialization failure, after which the crate repeats the call.
+        ON CONFLICT DO NOTHING;
     RETURN true;
 EXCEPTION WHEN insufficient_privilege THEN
     IF anew THEN

@@ -1,5 +1,6 @@
 //! A copy of a database knows that it is one, and its tokens continue above those of the original.
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Error, PgPool, Schedule, Semaphore, make_pool, migrations, pool, wait,
+    AdvisoryLock, Error, PgPool, Schedule, Semaphore, make_pool, migrations, on_first, pool, wait,
     while_it_runs,
 };
 use crate::support::{Role, eventually, installed, number, run, text, truth};
@@ -70,6 +71,11 @@ fn tokens_of_a_copy_are_larger_than_all_that_its_rows_show() {
         format!("SELECT setval('resource_control.fencing_token', {far})"),
         format!("SELECT setval('resource_control.service_request_id_seq', {far})"),
         "UPDATE resource_control.token_base SET base = 100000".to_owned(),
+        // Too large to be a base.
+        format!(
+            "UPDATE resource_control.token_base SET base = 1::bigint << 22;
+             INSERT INTO resource_control.fence VALUES ('f', {far})"
+        ),
         // Only tables were copied, and that of the base was not among them.
         format!(
             "DELETE FROM resource_control.token_base; INSERT INTO resource_control.fence VALUES ('f', {far})"
@@ -157,6 +163,27 @@ fn a_copy_within_the_server_is_noticed() {
     );
 }
 
+/// As `pg_restore --clean` does.
+#[test]
+fn a_restore_into_the_same_database_is_noticed() {
+    let database = installed();
+    let (pool, conn) = (pool(&database, 1), &mut database.connect());
+    wait(migrations::check(&pool)).unwrap();
+    run(
+        conn,
+        "CREATE TABLE restored (LIKE resource_control.token_base INCLUDING ALL);
+         INSERT INTO restored SELECT * FROM resource_control.token_base;
+         DROP TABLE resource_control.token_base;
+         ALTER TABLE restored SET SCHEMA resource_control;
+         ALTER TABLE resource_control.restored RENAME TO token_base",
+    );
+    assert_matches!(
+        wait(migrations::check(&pool)),
+        Err(Error::CopiedSchema { .. })
+    );
+    assert!(next_token(&pool) > 1 << 40);
+}
+
 #[test]
 fn what_rewrites_the_table_makes_no_copy() {
     let database = installed();
@@ -213,24 +240,37 @@ fn a_role_that_may_not_set_the_base_is_told_who_may() {
 
 #[test]
 fn twenty_instances_set_the_base_of_a_copy_once() {
-    let database = installed();
-    let conn = &mut database.connect();
-    run(
-        conn,
-        &format!("{COPY} UPDATE resource_control.token_base SET base = 100000"),
-    );
-    // Their waits for each other are not those of the application.
-    let url = database.url_with("options", "-c lock_timeout=1ms");
-    std::thread::scope(|scope| {
-        for _ in 0..20 {
-            let pool = make_pool(&url, 1, PATIENCE);
-            scope.spawn(move || wait(migrations::install(&pool)).unwrap());
-        }
-    });
-    assert_eq!(
-        number(conn, "(SELECT base FROM resource_control.token_base)"),
-        100_001
-    );
+    for level in ["read committed", "repeatable read", "serializable"] {
+        let database = installed();
+        let conn = &mut database.connect();
+        // The base as rows that were replicated without it show it.
+        run(
+            conn,
+            &format!(
+                "DELETE FROM resource_control.token_base;
+                 INSERT INTO resource_control.fence VALUES ('f', {FAR})"
+            ),
+        );
+        // Their waits for each other are not those of the application.
+        let level = level.replace(' ', "\\ ");
+        let options = format!("-c lock_timeout=1ms -c default_transaction_isolation={level}");
+        let url = database.url_with("options", &options);
+        let all = Barrier::new(20);
+        let pools: Vec<_> = (0..20).map(|_| make_pool(&url, 1, PATIENCE)).collect();
+        std::thread::scope(|scope| {
+            for pool in &pools {
+                scope.spawn(|| {
+                    wait(on_first(pool, "SELECT 1")).unwrap();
+                    all.wait();
+                    wait(migrations::install(pool)).unwrap();
+                });
+            }
+        });
+        assert_eq!(
+            number(conn, "(SELECT base FROM resource_control.token_base)"),
+            100_001
+        );
+    }
 }
 
 #[test]
@@ -272,39 +312,47 @@ fn tokens_restart_in_any_case_and_holders_keep_what_they_hold() {
     const UNTIL: &str =
         "(SELECT COALESCE(expires_at::text, 'ended') FROM resource_control.schedule)";
     let runs = "(SELECT count(*) FROM resource_control.schedule_state WHERE state = 'running')";
-    while_it_runs(&schedule, &pool, &every, &work, || {
+    // Nothing is asserted inside, where the run would go on for ever after a failure.
+    let (restarts, drawn, is_running) = while_it_runs(&schedule, &pool, &every, &work, || {
         eventually("a tick runs", || number(conn, runs) == 1);
-        std::thread::scope(|scope| {
-            for draw in [token_of_lock, token_of_permit] {
+        let (restarts, drawn) = std::thread::scope(|scope| {
+            let drawn = [token_of_lock, token_of_permit].map(|draw| {
                 let (pool, is_over) = (&pool, &is_over);
                 scope.spawn(move || {
-                    let mut last = 0;
+                    let mut all = Vec::new();
                     while !is_over.load(Ordering::Relaxed) {
-                        let next = draw(pool);
-                        assert!(next > last, "{next} after {last}");
-                        last = next;
+                        all.push(draw(pool));
                     }
-                });
-            }
-            let mut last = number(conn, "(SELECT base FROM resource_control.token_base)");
-            for _ in 0..20 {
+                    all
+                })
+            });
+            let restart = |_| {
                 let restarted = wait(migrations::restart_tokens(&pool));
-                let next = number(conn, "(SELECT base FROM resource_control.token_base)");
-                if restarted.is_err() || next <= last {
-                    is_over.store(true, Ordering::Relaxed);
-                }
-                restarted.unwrap();
-                assert!(next > last, "{next} after {last}");
-                last = next;
-            }
+                let base = number(conn, "(SELECT base FROM resource_control.token_base)");
+                restarted.map(|()| base)
+            };
+            let restarts: Vec<_> = (0..20).map(restart).collect();
             is_over.store(true, Ordering::Relaxed);
+            (restarts, drawn.map(|all| all.join()))
         });
         let renewed = text(conn, UNTIL);
-        eventually("the run is renewed", || text(conn, UNTIL) != renewed);
-        assert_eq!(number(conn, runs), 1);
+        eventually("the run is renewed, or lost", || {
+            text(conn, UNTIL) != renewed
+        });
+        let is_running = number(conn, runs) == 1;
         // That ends it.
         run(conn, "UPDATE resource_control.schedule SET claim = 0");
+        (restarts, drawn, is_running)
     });
+    assert!(is_running);
+    let grow = |all: &[i64]| all.windows(2).all(|pair| pair[0] < pair[1]);
+    let bases: Result<Vec<_>, _> = restarts.into_iter().collect();
+    let bases = bases.unwrap();
+    assert!(grow(&bases), "{bases:?}");
+    for all in drawn {
+        let all = all.unwrap();
+        assert!(grow(&all), "{all:?}");
+    }
     assert!(wait(guard.is_held()).unwrap());
     assert!(wait(guard.fencing_token()).unwrap() > token);
     wait(guard.release()).unwrap();

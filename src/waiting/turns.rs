@@ -355,7 +355,7 @@ impl Turns {
         for (index, alarm) in nearer {
             let due = (now + after(index)).max(soonest);
             if index == 0 {
-                // Also if it is at work: it may be about to sleep for as long as the second.
+                // Also if it is at work, about to sleep for as long as the second does.
                 alarm.set(due);
             } else {
                 alarm.advance(due);

@@ -238,7 +238,7 @@ pub(crate) fn run_until<T>(
             Poll::Ready(value) => return Some(value),
             Poll::Pending => me.park(end),
         }
-        if end.is_some_and(|end| has_come(end)) {
+        if end.is_some_and(has_come) {
             break;
         }
     }

@@ -152,10 +152,8 @@ fn live<M: Mode>(network: Network) {
     let over_since = Mutex::new(None);
     invariant(move |next| {
         let is_over = watched.is_over();
-        assert!(
-            is_over || !was_over.swap(is_over, Ordering::SeqCst),
-            "it is over for good"
-        );
+        let was_over = was_over.swap(is_over, Ordering::SeqCst);
+        assert!(is_over || !was_over, "it is over for good");
         if is_over {
             let since = *lock(&over_since).get_or_insert(next);
             let is_late = next.duration_since(since) > MS;

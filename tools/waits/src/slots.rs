@@ -64,12 +64,15 @@ impl World {
     }
 
     async fn acquire<M: Mode>(&self, deadline: Option<Instant>) -> Option<Permit> {
+        let has_time = deadline.filter(|deadline| *deadline > Instant::now());
         let (mut waiting, mut has_asked) = (None, false);
         let mut turns = Turns::new(deadline);
         let_others_pass::<M>(&slot(), deadline).await;
         while turns.next::<M>().await {
-            has_asked = true;
             let sent = Instant::now();
+            let is_in_time = has_asked || has_time.is_none_or(|deadline| sent < deadline);
+            assert!(is_in_time, "the first try comes before the deadline");
+            has_asked = true;
             match M::within(deadline, self.claim::<M>()).await {
                 Some(None) => {
                     turns.note_refusal(slot(), DATABASE, sent);

@@ -31,7 +31,10 @@ CREATE OR REPLACE VIEW resource_control.advisory_lock AS
         WHERE l.locktype = 'advisory' AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database());
 
 CREATE OR REPLACE VIEW resource_control.slot_in_flight AS
-    SELECT r.id, r.service, r.slot, r.created_at, r.expires_at, r.expires_at - clock_timestamp() AS remaining, r.details
+    -- Not the domains, because PostgreSQL has no operator for exactly a domain, and would look for one in the whole search path of
+    -- whoever filters the rows.
+    SELECT r.id, r.service::text AS service, r.slot::smallint AS slot, r.created_at, r.expires_at::timestamptz AS expires_at,
+            r.expires_at - clock_timestamp() AS remaining, r.details
         FROM resource_control.service_request AS r
         WHERE r.completed_at IS NULL AND r.timed_out_at IS NULL AND r.expires_at > clock_timestamp();
 

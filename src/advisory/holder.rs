@@ -261,9 +261,15 @@ impl<C: Owner> Holder<C> {
         }
     }
 
-    /// Releases what a try may have taken.
-    async fn undo(&mut self) {
+    /// Releases what a try may have taken, or a release may have left.
+    async fn undo(&mut self, dropped: Holds) {
         let locks = self.locks();
+        if let Holds::Releasing(_) = dropped {
+            // A future that is dropped in the middle of its prepare leaves a statement to the
+            // session, and so would each later release. So the release is prepared to its end here;
+            // as no session has the pid 0, it releases nothing.
+            let _: QueryResult<(Option<i32>,)> = self.conn().one(&locks.release(0)).await;
+        }
         let reply: QueryResult<(Option<i32>,)> = self.conn().one(&locks.undo()).await;
         if reply.is_ok() && self.conn().transaction().is_none() {
             self.held().holds = Holds::Nothing;
@@ -418,7 +424,7 @@ impl<P: Pool> Owner for Pooled<P> {
 async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     let (began, deadline) = (Instant::now(), Some(Instant::now() + PATIENCE));
     let Holds::Locks(_) = holds else {
-        let _ = P::Mode::within(deadline, holder.undo()).await;
+        let _ = P::Mode::within(deadline, holder.undo(holds)).await;
         return;
     };
     let since = holder.held().since.take();

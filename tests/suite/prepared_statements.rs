@@ -244,17 +244,15 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
             4 => {
                 let slots = Semaphore::named("one", 1, HOUR).key(key);
                 let permit = wait(slots.acquire(&pool)).unwrap();
-                assert!(
-                    wait(slots.acquire_timeout(&pool, moment))
-                        .unwrap()
-                        .is_full()
-                );
+                // It may be too short for a reply.
+                let waited = wait(slots.acquire_timeout(&pool, moment));
+                assert!(waited.is_err() || waited.unwrap().is_full());
                 drop(permit);
             }
             5 => {
                 let limit = LIMIT.key(key).quota(Quota::per_day(1 + key as u32));
                 assert!(wait(limit.check(&pool)).unwrap().is_allowed());
-                let _ = wait(limit.cost(1 + key as u32).acquire_timeout(&pool, moment)).unwrap();
+                let _ = wait(limit.cost(1 + key as u32).acquire_timeout(&pool, moment));
             }
             kind => {
                 // The work panics, or leaves a transaction that has failed.

@@ -86,7 +86,7 @@ macro_rules! wait_for {
     () => {
         "number CONSTANT bigint := pg_catalog.current_setting('diesel_interlock.lock'); \
          milliseconds CONSTANT int := pg_catalog.current_setting('diesel_interlock.limit'); \
-         emptied CONSTANT bool := \
+         emptied CONSTANT boolean := \
          pg_catalog.set_config('diesel_interlock.lock', '', true) IS NULL \
          OR pg_catalog.set_config('diesel_interlock.limit', '', true) IS NULL; \
          before CONSTANT pg_catalog.text := pg_catalog.current_setting('lock_timeout'); "

@@ -82,24 +82,31 @@ fn the_operators_are_found_by_whoever_mixes_types() {
 
 #[test]
 fn an_installation_refers_to_no_operator_of_others() {
+    if Command::new("psql").arg("--version").output().is_err() {
+        eprintln!("no psql here: not tried");
+        return;
+    }
     let cluster = Cluster::start();
     let database = cluster.database();
     database.set_operators();
     let psql = |arguments: &[&str]| {
-        let mut psql = Command::new(cluster.binaries().join("psql"));
+        let mut psql = Command::new("psql");
         psql.args(["-qX", "-v", "ON_ERROR_STOP=1"]).args(arguments);
         let root = env!("CARGO_MANIFEST_DIR");
         let output = psql.arg(database.url()).current_dir(root).output().unwrap();
         assert!(output.status.success(), "{output:?}");
     };
-    let run_files = || {
-        let mut files: Vec<_> =
-            std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/migrations"))
-                .unwrap()
-                .map(|entry| entry.unwrap().path().join("up.sql"))
-                .filter(|file| file.exists())
-                .collect();
+    let run_files = |name: &str| {
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/migrations");
+        let mut files: Vec<_> = std::fs::read_dir(root)
+            .unwrap()
+            .map(|entry| entry.unwrap().path().join(name))
+            .filter(|file| file.exists())
+            .collect();
         files.sort();
+        if name == "down.sql" {
+            files.reverse();
+        }
         for file in files {
             psql(&["--file", file.to_str().unwrap()]);
         }
@@ -120,10 +127,10 @@ fn an_installation_refers_to_no_operator_of_others() {
     assert_none_found(
         &cluster,
         &[
-            ("psql, at first", &run_files),
+            ("psql, at first", &|| run_files("up.sql")),
             ("psql, again", &|| {
                 again();
-                run_files();
+                run_files("up.sql");
             }),
             ("install", &|| {
                 again();
@@ -135,6 +142,7 @@ fn an_installation_refers_to_no_operator_of_others() {
                 psql(&["--set=role=app", "--file=grants.sql"]);
                 psql(&["--set=role=grafana", "--set=reads=1", "--file=grants.sql"]);
             }),
+            ("down", &|| run_files("down.sql")),
         ],
     );
 }

@@ -211,12 +211,13 @@ BEGIN
         -- If a crash of the server loses this commit, the slot is free after its timeout anyway.
         PERFORM set_config('synchronous_commit', 'off', true);
     END IF;
-    -- COALESCE keeps the planner from using the index of requests in flight, which a search by id would have to read as a
-    -- whole.
+    -- The clock is read once, and again after a wait for the row, as another transaction renews it: a sub-select in FROM would keep
+    -- the time from before the wait. COALESCE keeps the planner from using the index of requests in flight, which a search by id
+    -- would have to read as a whole.
     UPDATE resource_control.service_request AS r
-        SET completed_at = CASE WHEN r.expires_at > c.now THEN c.now END,
-            timed_out_at = CASE WHEN r.expires_at <= c.now THEN c.now END
-        FROM (SELECT clock_timestamp() AS now) AS c
+        SET (completed_at, timed_out_at) = (
+            SELECT CASE WHEN r.expires_at > c.now THEN c.now END, CASE WHEN r.expires_at <= c.now THEN c.now END
+                FROM (SELECT clock_timestamp() AS now) AS c)
         WHERE r.id = complete_service_request.id AND r.service = complete_service_request.service COLLATE "C"
             AND (complete_service_request.claim IS NULL OR r.claim = complete_service_request.claim)
             AND COALESCE(r.completed_at, r.timed_out_at) IS NULL

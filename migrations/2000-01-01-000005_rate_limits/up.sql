@@ -31,13 +31,14 @@ CREATE TABLE IF NOT EXISTS resource_control.rate_limit (
     PRIMARY KEY (name, key)
 ) WITH (fillfactor = 50);
 
--- Converts full_at to another quota, under which a unit takes wanted_us to refill: the key owes as many units as before.
--- PostgreSQL inlines this function.
+-- Converts full_at to another quota, under which a unit takes wanted_us to refill: the key owes as many units as before. What
+-- takes longer than 100,000 years counts as so long, because a timestamp ends in 294276. PostgreSQL inlines this function.
 CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamptz, unit_us float8, wanted_us float8)
     RETURNS timestamptz
     LANGUAGE sql VOLATILE
     RETURN CASE WHEN unit_us = wanted_us OR full_at <= clock_timestamp() THEN full_at
-        ELSE make_interval(secs => date_part('epoch', full_at - clock_timestamp()) * (wanted_us / unit_us)) + clock_timestamp() END;
+        ELSE make_interval(secs => LEAST(date_part('epoch', full_at - clock_timestamp()) * (wanted_us / unit_us),
+            3155760000000::double precision)) + clock_timestamp() END;
 
 COMMENT ON FUNCTION resource_control.rate_limit_full_at(timestamptz, float8, float8) IS
     'When a key is full under another quota, whose unit takes wanted_us microseconds to refill: '

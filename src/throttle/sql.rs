@@ -4,7 +4,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
 use crate::call::BATCH;
-use crate::statement::{Statement, keep_commit};
+use crate::statement::{Statement, keep_commit, own_lock};
 
 /// Whether the throttle was granted; the time of that decision; the time of the last grant and who
 /// got it; and the interval, which is null for a resource without a row.
@@ -73,7 +73,7 @@ macro_rules! first {
             "WITH taking AS MATERIALIZED (
                 SELECT ", $every, "::interval AS every,
                     pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended($3,
-                        pg_catalog.hashtextextended($1, ", $is_resource, "::int + 20000101000002)))
+                        pg_catalog.hashtextextended($1, ", $is_resource, "::int + ", own_lock!(first_grant), ")))
                         AS is_ours
             ), granted AS (
                 INSERT INTO resource_control.throttle

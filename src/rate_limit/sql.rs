@@ -130,9 +130,8 @@ const CHECKS: [[&str; 2]; 3] = [
 /// refunded.
 const REFUND: &str = concat!(
     "WITH part AS MATERIALIZED (
-        SELECT pg_catalog.make_interval(secs => LEAST(3155760000000::double precision,
-                    pg_catalog.floor($3::double precision * r.unit_us)
-                        / 1000000::double precision)) AS owed,
+        SELECT pg_catalog.make_interval(secs => pg_catalog.floor($3::double precision * r.unit_us)
+                    / 1000000::double precision) AS owed,
                 pg_catalog.make_interval(secs => GREATEST(0,
                     pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $4)
                         - $5::double precision / 1000000::double precision)) AS refilled

@@ -151,6 +151,11 @@ impl<T> Statement<T> {
             rows: PhantomData,
         }
     }
+
+    /// The same statement in another text, which a session prepares anew.
+    pub(crate) fn anew(&self) -> Self {
+        Self::new(format!("{} ", self.sql), self.binds.clone())
+    }
 }
 
 /// A statement in the form that Diesel takes. It holds a reference, because for `&Statement` Diesel

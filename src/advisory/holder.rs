@@ -3,6 +3,9 @@
 
 use std::time::{Duration, Instant};
 
+use diesel::deserialize::FromSqlRow;
+use diesel::expression::QueryMetadata;
+use diesel::pg::Pg;
 use diesel::result::QueryResult;
 
 use super::all::{Busy, Locks};
@@ -13,6 +16,7 @@ use crate::metrics::Raised;
 use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, PoolConnection, check_out};
 use crate::session::{Session, Transaction, classify, explain, has_ended, poll_once_quietly};
+use crate::statement::Statement;
 use crate::transaction::refusal;
 use crate::waiting::{self, Turns, What};
 
@@ -253,12 +257,39 @@ impl<C: Owner> Holder<C> {
                 if has_ended(self.conn(), &source).await {
                     return Err(Error::LockLost(locks.to_string()));
                 }
-                Err(Error::ReleaseFailed {
-                    key: locks.to_string(),
-                    source,
-                })
+                let anew: QueryResult<(Option<i32>,)> =
+                    self.conn().one(&locks.release(pid).anew()).await;
+                // Diesel still counts on what `DISCARD ALL` or `DEALLOCATE ALL` has dropped, so the
+                // pool's connection is discarded.
+                match anew {
+                    Ok((Some(place),)) => {
+                        self.held().holds = Holds::Doubtful;
+                        match place {
+                            1 => Ok(()),
+                            place => Err(Error::LockLost(locks.name_lost(place))),
+                        }
+                    }
+                    _ => Err(Error::ReleaseFailed {
+                        key: locks.to_string(),
+                        source,
+                    }),
+                }
             }
         }
+    }
+
+    /// Sends a statement. If it fails and the session is still there, sends it once more, to be
+    /// prepared anew: `DISCARD ALL` and `DEALLOCATE ALL` drop what Diesel believes to be prepared.
+    async fn ask<T, U>(&mut self, statement: Statement<T>) -> QueryResult<U>
+    where
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send,
+    {
+        let failed = match self.conn().one(&statement).await {
+            Err(error) if !has_ended(self.conn(), &error).await => error,
+            reply => return reply,
+        };
+        self.conn().one(&statement.anew()).await.map_err(|_| failed)
     }
 
     /// Releases what a try may have taken, or a release may have left.
@@ -305,7 +336,7 @@ impl<C: Owner> Holder<C> {
     /// Whether the session still holds the locks.
     pub(super) async fn is_held(&mut self) -> Result<bool> {
         let (locks, pid) = (self.locks(), self.pid());
-        let reply: QueryResult<(Option<i32>,)> = self.conn().one(&locks.is_held()).await;
+        let reply: QueryResult<(Option<i32>,)> = self.ask(locks.is_held()).await;
         match reply {
             Ok((holder,)) => Ok(holder == Some(pid)),
             Err(error) if has_ended(self.conn(), &error).await => Ok(false),
@@ -315,7 +346,7 @@ impl<C: Owner> Holder<C> {
 
     pub(super) async fn fencing_token(&mut self) -> Result<i64> {
         let (locks, pid) = (self.locks(), self.pid());
-        let reply: QueryResult<(Option<i64>, i32)> = self.conn().one(&locks.token(pid)).await;
+        let reply: QueryResult<(Option<i64>, i32)> = self.ask(locks.token(pid)).await;
         match reply {
             Ok((Some(token), _)) => Ok(token),
             Ok((None, other)) if other != pid => Err(Error::SessionMoved {

@@ -38,7 +38,7 @@ CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamp
     LANGUAGE sql VOLATILE
     RETURN CASE WHEN unit_us = wanted_us OR full_at <= clock_timestamp() THEN full_at
         ELSE make_interval(secs => LEAST(date_part('epoch', full_at - clock_timestamp()) * (wanted_us / unit_us),
-            3155760000000::double precision)) + clock_timestamp() END;
+            '3155760000000'::double precision)) + clock_timestamp() END;
 
 COMMENT ON FUNCTION resource_control.rate_limit_full_at(timestamptz, float8, float8) IS
     'When a key is full under another quota, whose unit takes wanted_us microseconds to refill: '

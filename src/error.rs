@@ -283,6 +283,22 @@ impl Error {
 }
 
 impl Error {
+    /// Copies an error that [is unavailable](Self::is_unavailable), for others who have waited for
+    /// the same reply. `None` for every other error.
+    pub(crate) fn copy_unavailable(&self) -> Option<Self> {
+        Some(match self {
+            Self::Pool(cause) => Self::Pool(cause.to_string().into()),
+            Self::TimedOut => Self::TimedOut,
+            Self::Standby => Self::Standby,
+            Self::KeyLocked(name) => Self::KeyLocked(name),
+            Self::Database(DieselError::DatabaseError(kind, report)) if self.is_unavailable() => {
+                let message = report.message().to_owned();
+                DieselError::DatabaseError(*kind, Box::new(message)).into()
+            }
+            _ => return None,
+        })
+    }
+
     /// Makes the error for an invalid argument.
     pub(crate) fn input(message: impl Into<Cow<'static, str>>) -> Self {
         Self::Input(message.into())

@@ -119,9 +119,9 @@ impl<P: Pool> Leader<P> {
     /// term ends unless it is renewed, and the fencing token.
     pub fn current<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Option<Leadership>> {
         const CURRENT: &str = "SELECT s.id, s.details, s.created_at, s.expires_at
-            FROM resource_control.service_request AS s WHERE s.service = $1 AND s.slot = 0
-                AND s.completed_at IS NULL AND s.timed_out_at IS NULL
-                AND s.expires_at > pg_catalog.clock_timestamp()";
+            FROM resource_control.service_request AS s WHERE s.service::pg_catalog.text = $1
+                AND s.slot::smallint = 0 AND s.completed_at IS NULL AND s.timed_out_at IS NULL
+                AND s.expires_at::pg_catalog.timestamptz > pg_catalog.clock_timestamp()";
         type Columns = (BigInt, Text, Timestamptz, Timestamptz);
         P::Mode::drive(async move {
             let service = self.semaphore().service()?;

@@ -11,6 +11,9 @@
 //
 // **Each file runs at READ COMMITTED.** With a stricter default, the snapshot would be older than
 // the lock, so two instances would both try to create the same objects.
+//
+// **Each file begins with a statement that switches the role's timeouts off**, for its transaction.
+// The statement that waits cannot do that itself: its timeout runs already.
 
 mod run_pending;
 
@@ -28,7 +31,7 @@ use crate::exclusion;
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
 use crate::session::{Session, classify, is_closed};
-use crate::statement::Statement;
+use crate::statement::{Statement, own_lock};
 use crate::transaction::Own;
 
 /// One of the migrations of this crate.
@@ -390,6 +393,10 @@ pub fn texts() -> impl Iterator<Item = &'static str> {
     FILES.iter().map(|file| file.up)
 }
 
+/// The number of the transaction lock under which each file runs.
+#[doc(hidden)]
+pub const LOCK: &str = own_lock!(install);
+
 /// Returns what the text of a migration creates: tables, indexes, types, views, sequences and
 /// functions.
 #[doc(hidden)]
@@ -437,6 +444,28 @@ mod tests {
                 down.contains(&format!("'{version}'")) || down.contains("DROP SCHEMA"),
                 "{name}"
             );
+        }
+    }
+
+    /// The versions of the files are numbers of the same form, in quotes.
+    #[test]
+    fn each_lock_of_a_file_is_one_of_the_crates_own_and_in_the_reference() {
+        let own = [
+            own_lock!(install),
+            own_lock!(first_grant),
+            own_lock!(lowered),
+            own_lock!(slot),
+            own_lock!(tokens),
+        ];
+        let reference = include_str!("../docs/reference.md");
+        for number in own {
+            assert!(reference.contains(number), "{number}");
+        }
+        for File { name, up, .. } in FILES {
+            let numbers = up.split(|c: char| !c.is_ascii_digit() && c != '\'');
+            for number in numbers.filter(|word| word.starts_with("20000101")) {
+                assert!(own.contains(&number), "{number} in {name}");
+            }
         }
     }
 

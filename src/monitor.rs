@@ -50,6 +50,19 @@ diesel::define_sql_function! {
     fn clock_timestamp() -> Timestamptz;
 }
 
+diesel::define_sql_function! {
+    /// Whether a time is after another one: the function of `>`. PostgreSQL would look for the
+    /// operator in the whole search path, because a column's domain has none of exactly its type.
+    #[sql_name = "pg_catalog.timestamptz_gt"]
+    fn is_after(time: Timestamptz, other: Timestamptz) -> Bool;
+}
+
+diesel::define_sql_function! {
+    /// Whether a time is not after another one: the function of `<=`.
+    #[sql_name = "pg_catalog.timestamptz_le"]
+    fn is_not_after(time: Timestamptz, other: Timestamptz) -> Bool;
+}
+
 /// An advisory lock that a session or a prepared transaction holds, or that a session waits for on
 /// the server. Waiters that poll do not appear.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
@@ -285,7 +298,7 @@ pub fn is_in_flight() -> _ {
     service_request::completed_at
         .is_null()
         .and(service_request::timed_out_at.is_null())
-        .and(service_request::expires_at.gt(clock_timestamp()))
+        .and(is_after(service_request::expires_at, clock_timestamp()))
 }
 
 /// Builds the condition that a [request](ServiceRequest) has expired, whether it is marked as timed
@@ -296,7 +309,7 @@ pub fn has_timed_out() -> _ {
         .is_not_null()
         .or(service_request::completed_at
             .is_null()
-            .and(service_request::expires_at.le(clock_timestamp())))
+            .and(is_not_after(service_request::expires_at, clock_timestamp())))
 }
 
 /// A row of `throttled_resource`.

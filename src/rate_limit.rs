@@ -112,6 +112,10 @@ impl<P: Pool> RateLimit<P> {
     }
 
     /// Returns the limit with another quota, for a key that does not have the usual one.
+    ///
+    /// The units that the key owes stay owed, and are refilled at the new rate: a key that has used
+    /// 9,000 of `per_day(10_000)` and then gets `per_day(100)` is limited for 89 days. To let it
+    /// start anew, [`reset`](Self::reset) it.
     pub fn quota(&self, quota: Quota) -> Self {
         Self {
             quota,

@@ -104,6 +104,34 @@ macro_rules! keep_commit {
 }
 pub(crate) use keep_commit;
 
+/// The numbers of this crate's own advisory locks, which share the numbers of applications. The
+/// files in `migrations` contain the same numbers, and a test compares. A new one belongs into the
+/// table of `docs/reference.md`, too.
+macro_rules! own_lock {
+    // Locked by a migration until its transaction ends.
+    (install) => {
+        "20000101000000"
+    };
+    // A seed of the hash of a throttle's name and key, whose first grant tries that lock; with the
+    // next number for the key of a resource.
+    (first_grant) => {
+        "20000101000002"
+    };
+    // A seed of the hash of a service, for claims after its number of slots was lowered.
+    (lowered) => {
+        "20000101000003"
+    };
+    // A seed of the hash of a service, to which the slot is added, for a claim of that slot.
+    (slot) => {
+        "20000101000004"
+    };
+    // Locked while the sequences of fencing tokens are raised.
+    (tokens) => {
+        "20000101000009"
+    };
+}
+pub(crate) use own_lock;
+
 /// A statement whose rows have the SQL types `T`. It is prepared once per connection.
 #[derive(Debug)]
 pub struct Statement<T> {
@@ -122,6 +150,11 @@ impl<T> Statement<T> {
             binds: binds.into_iter().collect(),
             rows: PhantomData,
         }
+    }
+
+    /// The same statement in another text, which a session prepares anew.
+    pub(crate) fn anew(&self) -> Self {
+        Self::new(format!("{} ", self.sql), self.binds.clone())
     }
 }
 

@@ -148,7 +148,7 @@ pub fn make_due<'a, P: Pool>(throttle: &'a Throttle<P>, pool: &'a P) -> Reply<'a
     const RESOURCE: &str = "WITH done AS (
             UPDATE resource_control.throttled_resource
             SET last_locked = '-infinity', last_locker_details = ''
-            WHERE resource_id::text = $1 RETURNING 1
+            WHERE resource_id::pg_catalog.text = $1 RETURNING 1
         ) SELECT pg_catalog.count(*) FROM done";
     P::Mode::drive(async move {
         let (name, key, is_resource) = throttle.row();
@@ -171,8 +171,9 @@ pub fn expire<'a, P: Pool>(semaphore: &'a Semaphore<P>, pool: &'a P) -> Reply<'a
 async fn expire_all<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
     const EXPIRE: &str = "WITH done AS (
             UPDATE resource_control.service_request SET expires_at = pg_catalog.clock_timestamp()
-            WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL
-                AND expires_at > pg_catalog.clock_timestamp() RETURNING 1
+            WHERE service::pg_catalog.text = $1
+                AND completed_at IS NULL AND timed_out_at IS NULL
+                AND expires_at::pg_catalog.timestamptz > pg_catalog.clock_timestamp() RETURNING 1
         ) SELECT pg_catalog.count(*) FROM done";
     change(pool, EXPIRE, [Bind::from(&*semaphore.service()?)]).await
 }

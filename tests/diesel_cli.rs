@@ -185,6 +185,44 @@ fn install_and_the_files_may_run_at_the_same_time() {
     application.try_every_command(all);
 }
 
+/// As `install` does: `suite/installing.rs`.
+#[test]
+fn no_timeout_of_a_role_ends_a_run_that_waits_for_another_instance() {
+    let application = Application::new("timeouts");
+    let all = application.add_ours();
+    let name = application.database.name();
+    let look = &mut application.database.connect();
+    for timeout in ["statement_timeout", "lock_timeout"] {
+        let alter = format!("ALTER DATABASE {name} SET {timeout} = '500ms'");
+        diesel::sql_query(alter).execute(look).unwrap();
+    }
+    let mut holder = PgConnection::establish(
+        &application
+            .database
+            .url_with("options", "-c statement_timeout=0"),
+    )
+    .unwrap();
+    let lock = "SELECT pg_advisory_lock(20000101000000)";
+    diesel::sql_query(lock).execute(&mut holder).unwrap();
+    std::thread::scope(|scope| {
+        let runs = scope.spawn(|| application.diesel(&["migration", "run"]));
+        let has_waited = diesel::dsl::sql::<diesel::sql_types::Bool>(
+            "EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' \
+             AND query_start < clock_timestamp() - interval '1500 ms')",
+        );
+        while !diesel::select(has_waited.clone())
+            .get_result::<bool>(look)
+            .unwrap()
+        {
+            assert!(!runs.is_finished());
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        drop(holder);
+        runs.join().unwrap();
+    });
+    assert_eq!(application.list(), (all, 0));
+}
+
 #[test]
 fn after_the_schema_and_its_records_are_dropped_the_files_run_anew() {
     let application = Application::new("uninstall");

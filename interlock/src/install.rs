@@ -15,7 +15,7 @@ use crate::{Failure, duration, holders, say};
 
 /// The lock that every migration of the schema takes. A role that may only connect can hold it,
 /// too.
-const LOCK: &str = "20000101000000";
+const LOCK: &str = migrations::LOCK;
 
 /// How often it is tried.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -96,6 +96,60 @@ fn nothing_of_others_is_called_with_the_schema() {
     done(&database, "install --repair", 0);
 }
 
+/// Operators that `pg_catalog` does not have exactly are looked for in the whole search path.
+#[test]
+fn no_operator_of_others_is_referred_to() {
+    let cluster = Cluster::start();
+    for is_installed in [false, true] {
+        let database = cluster.database();
+        let mut looks = session(&database);
+        if is_installed {
+            migrations::install(&database.pool(1)).unwrap();
+            looks.sql(
+                "SELECT resource_control.claim_service_request('geocoder', 1, '1 day');
+                 SELECT resource_control.claim_service_request('leader reports', 1, '1 day');
+                 INSERT INTO resource_control.schedule (name, tick, token, started_at, expires_at)
+                    VALUES ('hourly', now(), nextval('resource_control.fencing_token'), now(),
+                        now() + interval '1 day');
+                 UPDATE resource_control.service_request SET created_at = now() - interval '1 day'",
+            );
+        }
+        let id = if is_installed {
+            let id = "SELECT id FROM resource_control.slot_in_flight WHERE service = 'geocoder'";
+            looks.number(id)
+        } else {
+            0
+        };
+        database.set_operators();
+        looks.take("held");
+        let slot = format!("kill geocoder --slot {id} --yes");
+        let lines = [
+            ("ps", true),
+            ("ps --json --name held", true),
+            ("doctor --holder-age 0s --transaction-age 0s", true),
+            ("run held -- true", true),
+            ("run free --wait 5s -- true", true),
+            ("kill nobody --yes", true),
+            ("kill held --yes", true),
+            ("pause hourly", is_installed),
+            ("resume hourly", is_installed),
+            ("run geocoder --lease 30s -- true", is_installed),
+            ("run x --lease 30s -- true", is_installed),
+            (&slot, is_installed),
+            ("kill reports --leader --yes", is_installed),
+            ("kill hourly --run --yes", is_installed),
+            ("install --repair", true),
+            ("install", true),
+        ];
+        for (line, _) in lines.iter().filter(|(_, is_tried)| *is_tried) {
+            let (_, text) = printed(&mut interlock(&database.url(), line));
+            let found = cluster.found_operators();
+            assert!(found.is_empty(), "{line}: {text}\n{}", found.join("\n"));
+            assert!(!text.contains("only a shell"), "{line}: {text}");
+        }
+    }
+}
+
 #[test]
 fn a_superuser_calls_nothing_of_a_schema_of_somebody_else() {
     let cluster = Cluster::start();

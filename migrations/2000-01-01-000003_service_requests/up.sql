@@ -1,10 +1,15 @@
+-- A timeout of the role must not end the waits of this file early: those for other instances that install, and for users of the
+-- tables. A timeout that runs cannot be switched off by the statement that it limits, so this is another statement, before it
+-- in the same transaction. With psql, that is so with --single-transaction.
+DO $timeouts$ BEGIN
+    PERFORM pg_catalog.set_config(s.name, '0', true) FROM pg_catalog.pg_settings AS s
+        WHERE s.name OPERATOR(pg_catalog.=) ANY ('{lock_timeout,statement_timeout,transaction_timeout}');
+END $timeouts$;
+
 DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
--- tables.
-PERFORM pg_catalog.set_config('lock_timeout', '0', true);
 -- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000003') THEN
@@ -206,12 +211,13 @@ BEGIN
         -- If a crash of the server loses this commit, the slot is free after its timeout anyway.
         PERFORM set_config('synchronous_commit', 'off', true);
     END IF;
-    -- COALESCE keeps the planner from using the index of requests in flight, which a search by id would have to read as a
-    -- whole.
+    -- The clock is read once, and again after a wait for the row, as another transaction renews it: a sub-select in FROM would keep
+    -- the time from before the wait. COALESCE keeps the planner from using the index of requests in flight, which a search by id
+    -- would have to read as a whole.
     UPDATE resource_control.service_request AS r
-        SET completed_at = CASE WHEN r.expires_at > c.now THEN c.now END,
-            timed_out_at = CASE WHEN r.expires_at <= c.now THEN c.now END
-        FROM (SELECT clock_timestamp() AS now) AS c
+        SET (completed_at, timed_out_at) = (
+            SELECT CASE WHEN r.expires_at > c.now THEN c.now END, CASE WHEN r.expires_at <= c.now THEN c.now END
+                FROM (SELECT clock_timestamp() AS now) AS c)
         WHERE r.id = complete_service_request.id AND r.service = complete_service_request.service COLLATE "C"
             AND (complete_service_request.claim IS NULL OR r.claim = complete_service_request.claim)
             AND COALESCE(r.completed_at, r.timed_out_at) IS NULL

@@ -1,10 +1,15 @@
+-- A timeout of the role must not end the waits of this file early: those for other instances that install, and for users of the
+-- tables. A timeout that runs cannot be switched off by the statement that it limits, so this is another statement, before it
+-- in the same transaction. With psql, that is so with --single-transaction.
+DO $timeouts$ BEGIN
+    PERFORM pg_catalog.set_config(s.name, '0', true) FROM pg_catalog.pg_settings AS s
+        WHERE s.name OPERATOR(pg_catalog.=) ANY ('{lock_timeout,statement_timeout,transaction_timeout}');
+END $timeouts$;
+
 DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
--- tables.
-PERFORM pg_catalog.set_config('lock_timeout', '0', true);
 -- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000004') THEN

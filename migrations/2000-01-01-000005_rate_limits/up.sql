@@ -1,10 +1,15 @@
+-- A timeout of the role must not end the waits of this file early: those for other instances that install, and for users of the
+-- tables. A timeout that runs cannot be switched off by the statement that it limits, so this is another statement, before it
+-- in the same transaction. With psql, that is so with --single-transaction.
+DO $timeouts$ BEGIN
+    PERFORM pg_catalog.set_config(s.name, '0', true) FROM pg_catalog.pg_settings AS s
+        WHERE s.name OPERATOR(pg_catalog.=) ANY ('{lock_timeout,statement_timeout,transaction_timeout}');
+END $timeouts$;
+
 DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
--- tables.
-PERFORM pg_catalog.set_config('lock_timeout', '0', true);
 -- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000005') THEN
@@ -26,13 +31,14 @@ CREATE TABLE IF NOT EXISTS resource_control.rate_limit (
     PRIMARY KEY (name, key)
 ) WITH (fillfactor = 50);
 
--- Converts full_at to another quota, under which a unit takes wanted_us to refill: the key owes as many units as before.
--- PostgreSQL inlines this function.
+-- Converts full_at to another quota, under which a unit takes wanted_us to refill: the key owes as many units as before. What
+-- takes longer than 100,000 years counts as so long, because a timestamp ends in 294276. PostgreSQL inlines this function.
 CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamptz, unit_us float8, wanted_us float8)
     RETURNS timestamptz
     LANGUAGE sql VOLATILE
     RETURN CASE WHEN unit_us = wanted_us OR full_at <= clock_timestamp() THEN full_at
-        ELSE make_interval(secs => date_part('epoch', full_at - clock_timestamp()) * (wanted_us / unit_us)) + clock_timestamp() END;
+        ELSE make_interval(secs => LEAST(date_part('epoch', full_at - clock_timestamp()) * (wanted_us / unit_us),
+            '3155760000000'::double precision)) + clock_timestamp() END;
 
 COMMENT ON FUNCTION resource_control.rate_limit_full_at(timestamptz, float8, float8) IS
     'When a key is full under another quota, whose unit takes wanted_us microseconds to refill: '

@@ -9,6 +9,9 @@
 
 use std::time::{Duration, Instant};
 
+use diesel::deserialize::FromSqlRow;
+use diesel::expression::QueryMetadata;
+use diesel::pg::Pg;
 use diesel::result::QueryResult;
 
 use super::all::{Busy, Locks};
@@ -19,6 +22,7 @@ use crate::metrics::Raised;
 use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, PoolConnection, check_out};
 use crate::session::{Session, Transaction, classify, explain, has_ended, poll_once_quietly};
+use crate::statement::Statement;
 use crate::transaction::refusal;
 use crate::waiting::{self, Turns, What};
 
@@ -136,8 +140,9 @@ impl<C: Owner> Holder<C> {
             Err(Error::Database(error)) => {
                 let error = classify(self.conn(), error).await;
                 // What the failed statement may have taken is free when this returns.
-                if !error.is_unavailable() && matches!(self.held().holds, Holds::Unsure(_)) {
-                    self.undo().await;
+                let holds = self.held().holds;
+                if !error.is_unavailable() && matches!(holds, Holds::Unsure(_)) {
+                    self.undo(holds).await;
                 }
                 Err(error)
             }
@@ -264,17 +269,50 @@ impl<C: Owner> Holder<C> {
                 if has_ended(self.conn(), &source).await {
                     return Err(Error::LockLost(locks.to_string()));
                 }
-                Err(Error::ReleaseFailed {
-                    key: locks.to_string(),
-                    source,
-                })
+                let anew: QueryResult<(Option<i32>,)> =
+                    self.conn().one(&locks.release(pid).anew()).await;
+                // Diesel still counts on what `DISCARD ALL` or `DEALLOCATE ALL` has dropped, so the
+                // pool's connection is discarded.
+                match anew {
+                    Ok((Some(place),)) => {
+                        self.held().holds = Holds::Doomed(None);
+                        match place {
+                            1 => Ok(()),
+                            place => Err(Error::LockLost(locks.name_lost(place))),
+                        }
+                    }
+                    _ => Err(Error::ReleaseFailed {
+                        key: locks.to_string(),
+                        source,
+                    }),
+                }
             }
         }
     }
 
-    /// Releases what a try may have taken.
-    async fn undo(&mut self) {
+    /// Sends a statement. If it fails and the session is still there, sends it once more, to be
+    /// prepared anew: `DISCARD ALL` and `DEALLOCATE ALL` drop what Diesel believes to be prepared.
+    async fn ask<T, U>(&mut self, statement: Statement<T>) -> QueryResult<U>
+    where
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send,
+    {
+        let failed = match self.conn().one(&statement).await {
+            Err(error) if !has_ended(self.conn(), &error).await => error,
+            reply => return reply,
+        };
+        self.conn().one(&statement.anew()).await.map_err(|_| failed)
+    }
+
+    /// Releases what a try may have taken, or a release may have left.
+    async fn undo(&mut self, dropped: Holds) {
         let locks = self.locks();
+        if let Holds::Unsure(Some(_)) = dropped {
+            // A future that is dropped in the middle of its prepare leaves a statement to the
+            // session, and so would each later release. So the release is prepared to its end here;
+            // as no session has the pid 0, it releases nothing.
+            let _: QueryResult<(Option<i32>,)> = self.conn().one(&locks.release(0)).await;
+        }
         let reply: QueryResult<(Option<i32>,)> = self.conn().one(&locks.undo()).await;
         if reply.is_ok() && self.conn().transaction().is_none() {
             self.held().holds = Holds::Nothing;
@@ -310,7 +348,7 @@ impl<C: Owner> Holder<C> {
     /// Whether the session still holds the locks.
     pub(super) async fn is_held(&mut self) -> Result<bool> {
         let (locks, pid) = (self.locks(), self.pid());
-        let reply: QueryResult<(Option<i32>,)> = self.conn().one(&locks.is_held()).await;
+        let reply: QueryResult<(Option<i32>,)> = self.ask(locks.is_held()).await;
         match reply {
             Ok((holder,)) => Ok(holder == Some(pid)),
             Err(error) if has_ended(self.conn(), &error).await => Ok(false),
@@ -320,7 +358,7 @@ impl<C: Owner> Holder<C> {
 
     pub(super) async fn fencing_token(&mut self) -> Result<i64> {
         let (locks, pid) = (self.locks(), self.pid());
-        let reply: QueryResult<(Option<i64>, i32)> = self.conn().one(&locks.token(pid)).await;
+        let reply: QueryResult<(Option<i64>, i32)> = self.ask(locks.token(pid)).await;
         match reply {
             Ok((Some(token), _)) => Ok(token),
             Ok((None, other)) if other != pid => Err(Error::SessionMoved {
@@ -456,7 +494,7 @@ impl<P: Pool> Holder<Pooled<P>> {
                 self.held().holds = holds;
                 self.release().await
             } else {
-                self.undo().await;
+                self.undo(holds).await;
                 Ok(())
             }
         };

@@ -21,6 +21,10 @@
 //! **Slices of 200 ms.** If the holder runs `CREATE INDEX CONCURRENTLY`, that statement waits for
 //! the snapshot of the waiter, and the waiter waits for the holder. Because a slice is shorter than
 //! `deadlock_timeout`, it ends this cycle before PostgreSQL reports a deadlock.
+//!
+//! **A wait gets its lock and its time from two settings** that a SELECT in the same message sets. A
+//! `DO` block has no parameters, and `pg_stat_statements` keeps an entry for each text of a `DO`
+//! block, but replaces the constants of a SELECT.
 
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -73,21 +77,87 @@ macro_rules! notice_client {
 }
 pub(crate) use notice_client;
 
-/// The text of a statement for each [kind](Lock::kind) of lock. `text` gets a function that writes
-/// the call of a PostgreSQL function for that kind. The number of the lock is `$1`.
-fn texts(text: impl Fn(&dyn Fn(&str) -> String) -> String) -> [String; 4] {
-    const BIGINT: &str = "$1";
-    const PAIR: &str = "($1 >> 32)::int, ($1 << 32 >> 32)::int";
-    [
-        ("", BIGINT),
-        ("_shared", BIGINT),
-        ("", PAIR),
-        ("_shared", PAIR),
-    ]
-    .map(|(shared, arguments)| {
-        text(&|function| format!("pg_catalog.{function}{shared}({arguments})"))
-    })
+/// A call of a PostgreSQL function for a [kind](Lock::kind) of lock. `number` is an SQL expression.
+fn call(kind: usize, function: &str, number: &str) -> String {
+    let shared = if kind % 2 == 0 { "" } else { "_shared" };
+    if kind < 2 {
+        format!("pg_catalog.{function}{shared}({number})")
+    } else {
+        format!("pg_catalog.{function}{shared}(({number} >> 32)::int, ({number} << 32 >> 32)::int)")
+    }
 }
+
+/// Whether this session holds the lock. `number` is an SQL expression.
+fn held_here(kind: usize, number: &str) -> String {
+    let (mode, objsubid) = (["ExclusiveLock", "ShareLock"][kind % 2], 1 + kind / 2);
+    format!(
+        "EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' \
+         AND l.granted AND l.mode = '{mode}' AND l.pid = pg_catalog.pg_backend_pid() \
+         AND l.classid = (({number} >> 32) & 4294967295)::pg_catalog.oid \
+         AND l.objid = ({number} & 4294967295)::pg_catalog.oid AND l.objsubid = {objsubid})"
+    )
+}
+
+/// The text of a prepared statement for each [kind](Lock::kind) of lock. `text` gets a function
+/// that writes a [`call`] for that kind. The number of the lock is `$1`.
+fn texts(text: impl Fn(&dyn Fn(&str) -> String) -> String) -> [String; 4] {
+    [0, 1, 2, 3].map(|kind| text(&|function| call(kind, function, "$1")))
+}
+
+/// The variables `number` and `milliseconds` of a block that waits. The block cannot have
+/// parameters, and `pg_stat_statements` would keep an entry for each text. So the numbers come in
+/// two settings, from a SELECT in the same message, and the settings are emptied again, because the
+/// transaction may be the caller's.
+macro_rules! wait_for {
+    () => {
+        "number CONSTANT bigint := pg_catalog.current_setting('diesel_interlock.lock'); \
+         milliseconds CONSTANT int := pg_catalog.current_setting('diesel_interlock.limit'); \
+         emptied CONSTANT boolean := \
+         pg_catalog.set_config('diesel_interlock.lock', '', true) IS NULL \
+         OR pg_catalog.set_config('diesel_interlock.limit', '', true) IS NULL; \
+         before CONSTANT pg_catalog.text := pg_catalog.current_setting('lock_timeout'); "
+    };
+}
+
+/// Waits for a transaction lock, for each [kind](Lock::kind) of lock.
+static WAIT_XACT: LazyLock<[String; 4]> = LazyLock::new(|| {
+    [0, 1, 2, 3].map(|kind| {
+        let call = call(kind, "pg_advisory_xact_lock", "number");
+        format!(
+            "DO $$ DECLARE {} own CONSTANT int := \
+             (SELECT setting FROM pg_catalog.pg_settings WHERE name = 'lock_timeout'); \
+             BEGIN IF own BETWEEN 1 AND milliseconds THEN PERFORM {call}; RETURN; END IF; \
+             BEGIN PERFORM pg_catalog.set_config('lock_timeout', milliseconds::pg_catalog.text, \
+             true); \
+             PERFORM {call}; PERFORM pg_catalog.set_config('lock_timeout', before, true); \
+             EXCEPTION WHEN lock_not_available THEN NULL; END; END $$",
+            wait_for!()
+        )
+    })
+});
+
+/// Waits for a session lock, for each [kind](Lock::kind) of lock.
+///
+/// `lock_timeout` is restored in any case: by the block itself, or by PostgreSQL, which rolls the
+/// subtransaction back after an error. Such a rollback does not give back a session lock, so the
+/// handler checks whether the lock is held. The rollback would also bring back the note of an
+/// earlier wait, so that note is cleared before the subtransaction begins.
+static WAIT: LazyLock<[String; 4]> = LazyLock::new(|| {
+    [0, 1, 2, 3].map(|kind| {
+        let call = call(kind, "pg_advisory_lock", "number");
+        let held = held_here(kind, "number");
+        let note = "PERFORM pg_catalog.set_config('diesel_interlock.waited', 'granted', false);";
+        format!(
+            "DO $$ DECLARE {} cleared pg_catalog.text := \
+             pg_catalog.set_config('diesel_interlock.waited', '', false); \
+             BEGIN PERFORM pg_catalog.set_config('lock_timeout', milliseconds::pg_catalog.text, \
+             true); \
+             PERFORM {call}; PERFORM pg_catalog.set_config('lock_timeout', before, true); {note} \
+             EXCEPTION WHEN lock_not_available THEN IF {held} THEN {note} END IF; END $$",
+            wait_for!()
+        )
+    })
+});
 
 static TAKE: LazyLock<[String; 4]> = LazyLock::new(|| {
     texts(|call| {
@@ -192,43 +262,28 @@ impl Lock {
     /// before. A `lock_timeout` of the session's own that is shorter applies instead, and is an
     /// error, as in any other statement.
     pub(super) fn xact_within(&self, limit: Duration) -> String {
-        let call = self.call("pg_advisory_xact_lock");
-        let milliseconds = milliseconds(limit);
-        format!(
-            "DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); \
-             own CONSTANT int := \
-             (SELECT setting FROM pg_catalog.pg_settings WHERE name = 'lock_timeout'); \
-             BEGIN IF own BETWEEN 1 AND {milliseconds} THEN PERFORM {call}; RETURN; END IF; \
-             BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); \
-             PERFORM {call}; PERFORM pg_catalog.set_config('lock_timeout', before, true); \
-             EXCEPTION WHEN lock_not_available THEN NULL; END; END $$"
-        )
+        self.wait_in(&WAIT_XACT, limit)
     }
 
     /// Waits for a session lock for at most `limit`, and notes in the session whether the lock was
     /// granted, even at the last moment.
-    ///
-    /// `lock_timeout` is restored in any case: by the block itself, or by PostgreSQL, which rolls
-    /// the subtransaction back after an error. Such a rollback does not give back a session lock,
-    /// so the handler checks whether the lock is held. The rollback would also bring back the note
-    /// of an earlier wait, so that note is cleared before the subtransaction begins.
     pub(super) fn wait(&self, limit: Duration) -> String {
-        let (call, held) = (self.call("pg_advisory_lock"), self.held_here());
+        self.wait_in(&WAIT, limit)
+    }
+
+    fn wait_in(&self, blocks: &[String; 4], limit: Duration) -> String {
+        let (number, block) = (self.number(), &blocks[self.kind()]);
         let milliseconds = milliseconds(limit);
-        let note = "PERFORM pg_catalog.set_config('diesel_interlock.waited', 'granted', false);";
         format!(
-            "DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); \
-             cleared pg_catalog.text := \
-             pg_catalog.set_config('diesel_interlock.waited', '', false); \
-             BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); \
-             PERFORM {call}; PERFORM pg_catalog.set_config('lock_timeout', before, true); {note} \
-             EXCEPTION WHEN lock_not_available THEN IF {held} THEN {note} END IF; END $$"
+            "SELECT pg_catalog.set_config('diesel_interlock.lock', '{number}', true), \
+             pg_catalog.set_config('diesel_interlock.limit', '{milliseconds}', true); {block}"
         )
     }
 
     /// Releases a session lock if this session holds it, in a message that returns nothing.
     pub(super) fn late_undo(&self) -> String {
-        let (held, call) = (self.held_here(), self.call("pg_advisory_unlock"));
+        let held = held_here(self.kind(), &self.literal());
+        let call = self.call("pg_advisory_unlock");
         format!("SELECT CASE WHEN {held} THEN {call} END")
     }
 
@@ -238,38 +293,14 @@ impl Lock {
         format!("SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} THEN {call} END")
     }
 
-    /// A call of a function in a message without parameters. The number is quoted: a bare
-    /// `-9223372036854775808` parses as minus an out-of-range literal.
+    /// A call of a function in a message without parameters.
     fn call(&self, function: &str) -> String {
-        let shared = if self.is_shared { "_shared" } else { "" };
-        match self.id {
-            LockId::BigInt(number) => format!("pg_catalog.{function}{shared}('{number}'::bigint)"),
-            LockId::Pair(first, second) => {
-                format!("pg_catalog.{function}{shared}('{first}'::int, '{second}'::int)")
-            }
-        }
+        call(self.kind(), function, &self.literal())
     }
 
-    /// Whether this session holds the lock.
-    fn held_here(&self) -> String {
-        let (classid, objid, objsubid) = self.row();
-        let mode = if self.is_shared {
-            "ShareLock"
-        } else {
-            "ExclusiveLock"
-        };
-        format!(
-            "EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' \
-             AND l.granted AND l.mode = '{mode}' AND l.pid = pg_catalog.pg_backend_pid() \
-             AND l.classid = '{classid}'::pg_catalog.oid AND l.objid = '{objid}'::pg_catalog.oid \
-             AND l.objsubid = {objsubid})"
-        )
-    }
-
-    /// `classid`, `objid` and `objsubid` of the lock in `pg_locks`.
-    fn row(&self) -> (u32, u32, usize) {
-        let number = self.number();
-        ((number >> 32) as u32, number as u32, 1 + self.kind() / 2)
+    /// Quoted: a bare `-9223372036854775808` parses as minus an out-of-range literal.
+    fn literal(&self) -> String {
+        format!("'{}'::bigint", self.number())
     }
 }
 

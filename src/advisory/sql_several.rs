@@ -61,7 +61,7 @@ const HELD_HERE: &str = concat!(
     "FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) ",
     join_locks!(),
     " AND l.pid = pg_catalog.pg_backend_pid() \
-     AND l.mode = CASE kind % 2 WHEN 0 THEN 'ExclusiveLock' ELSE 'ShareLock' END"
+     AND l.mode = CASE kind % 2::bigint WHEN 0 THEN 'ExclusiveLock' ELSE 'ShareLock' END"
 );
 
 /// Takes one lock after the other, up to the first that is busy. Then walks back, and gives up the

@@ -40,7 +40,9 @@ const SECOND: Duration = Duration::from_secs(1);
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// Make one per process. Clones share the chunks.
+/// Make one per process. Clones share the chunks. A key stays in memory while its units or its last
+/// denial count, and the others are removed each time the number of keys has doubled, from 1,024
+/// keys on.
 ///
 /// **Accuracy.** In no period do all instances together allow more than burst + N units plus one
 /// chunk per instance. The extra chunk is what an instance took before the period and had not used.
@@ -136,7 +138,7 @@ struct Key {
     replies: u64,
     /// Why the last attempt to reach the row failed. Callers that waited for it get the same error,
     /// because a try of their own would take as long and fail in the same way.
-    failure: Option<Arc<str>>,
+    failure: Option<Error>,
 }
 
 impl Key {
@@ -165,7 +167,7 @@ enum Look<P: Pool> {
     /// The wait brought no reply of the row, so this caller checks the row by itself.
     Alone,
     /// The caller that went to the row found the database unavailable.
-    Away(Arc<str>),
+    Away(Error),
 }
 
 impl<P: Pool> RateLimit<P> {
@@ -204,7 +206,7 @@ impl<P: Pool> Local<P> {
     async fn check(self: &Arc<Self>, key: &str) -> Result<LocalCheck> {
         let mut waited = None;
         loop {
-            match self.look(key, waited) {
+            match self.look(key, waited)? {
                 Look::Decided(check) => return Ok(check),
                 Look::Take(taking) => {
                     return P::Mode::surely(&P::Mode::runtime()?, Some(PATIENCE), taking.take())
@@ -216,7 +218,7 @@ impl<P: Pool> Local<P> {
                     P::Mode::sleep(&alarm, None).await;
                     waited = Some(replies);
                 }
-                Look::Away(failure) => return Err(Error::Pool((*failure).into())),
+                Look::Away(failure) => return Err(failure),
                 Look::Alone => {
                     let (check, _) = self.spend(key, 1).await?;
                     return Ok(match check {
@@ -230,23 +232,27 @@ impl<P: Pool> Local<P> {
         }
     }
 
-    fn look(self: &Arc<Self>, key: &str, waited: Option<u64>) -> Look<P> {
+    fn look(self: &Arc<Self>, key: &str, waited: Option<u64>) -> Result<Look<P>> {
         let now = Instant::now();
         let mut keys = self.keys();
         let found = match keys.by_name.get_mut(key) {
             Some(found) => found,
             None => {
+                // What the row would refuse is not kept.
+                self.limit.key(key).call()?;
                 keys.make_room(now);
                 keys.by_name.entry(key.into()).or_default()
             }
         };
         if let Some(check) = found.decide(now) {
-            return Look::Decided(check);
+            return Ok(Look::Decided(check));
         }
-        if let (Some(failure), true) = (&found.failure, waited == Some(found.replies)) {
-            return Look::Away(failure.clone());
+        if waited == Some(found.replies) {
+            if let Some(failure) = found.failure.as_ref().and_then(Error::copy_unavailable) {
+                return Ok(Look::Away(failure));
+            }
         }
-        match &mut found.taking {
+        Ok(match &mut found.taking {
             None => {
                 found.taking = Some(Vec::new());
                 found.failure = None;
@@ -261,7 +267,7 @@ impl<P: Pool> Local<P> {
                 waiting.push(alarm.clone());
                 Look::Wait(alarm, found.replies)
             }
-        }
+        })
     }
 
     /// Spends units of the row, and reports an event. Also returns when the operation began.
@@ -309,11 +315,7 @@ impl<P: Pool> Taking<P> {
     async fn take(self) -> Result<LocalCheck> {
         let taken = self.take_chunk().await;
         if let (Err(error), Some(found)) = (&taken, self.local.keys().by_name.get_mut(&self.key)) {
-            found.failure = match error {
-                Error::Pool(cause) => Some(cause.to_string().into()),
-                error if error.is_unavailable() => Some(error.to_string().into()),
-                _ => None,
-            };
+            found.failure = error.copy_unavailable();
         }
         taken
     }
@@ -364,3 +366,27 @@ debug!(
     LocalRateLimit | this | limit = this.0.limit,
     chunk = this.0.chunk
 );
+
+#[cfg(all(test, feature = "r2d2"))]
+mod tests {
+    use diesel::r2d2::{ConnectionManager, Pool};
+
+    use super::*;
+    use crate::PgPool;
+
+    #[test]
+    fn what_is_refused_is_not_kept() {
+        let nowhere = ConnectionManager::new("postgresql://nobody@/nothing?host=/nowhere");
+        let pool: PgPool = Pool::builder().min_idle(Some(0)).build_unchecked(nowhere);
+        let limit = RateLimit::named("local", Quota::per_day(10));
+        let local = limit.local(pool.clone(), 5);
+        for i in 0..1000 {
+            let key = format!("{i} {}", "x".repeat(10_000));
+            assert!(matches!(local.check(&key), Err(Error::Input(_))));
+        }
+        assert!(local.0.keys().by_name.is_empty());
+        let bad = RateLimit::named("", Quota::per_day(10)).local(pool, 5);
+        assert!(matches!(bad.check("key"), Err(Error::Input(_))));
+        assert!(bad.0.keys().by_name.is_empty());
+    }
+}

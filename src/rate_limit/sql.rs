@@ -130,10 +130,11 @@ const CHECKS: [[&str; 2]; 3] = [
 /// refunded.
 const REFUND: &str = concat!(
     "WITH part AS MATERIALIZED (
-        SELECT pg_catalog.make_interval(secs => pg_catalog.floor($3 * r.unit_us) / 1000000) AS owed,
+        SELECT pg_catalog.make_interval(secs => pg_catalog.floor($3::double precision * r.unit_us)
+                    / 1000000::double precision) AS owed,
                 pg_catalog.make_interval(secs => GREATEST(0,
                     pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $4)
-                        - $5::double precision / 1000000)) AS refilled
+                        - $5::double precision / 1000000::double precision)) AS refilled
             FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2 AND ",
     limit!(),
     "
@@ -142,7 +143,8 @@ const REFUND: &str = concat!(
             FROM part AS p
             WHERE r.name = $1 AND r.key = $2 AND r.since <= $4 AND r.spent_at >= $4
                 AND p.refilled < p.owed
-            RETURNING (pg_catalog.date_part('epoch', p.refilled) * 1000000)::bigint AS refilled",
+            RETURNING (pg_catalog.date_part('epoch', p.refilled) * 1000000::double precision)::bigint
+                AS refilled",
     commit_async!(),
     "
     ) SELECT pg_catalog.max(refilled) FROM done"
@@ -174,7 +176,7 @@ const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
         THEN NOT EXISTS (SELECT FROM free)
         ELSE EXISTS (SELECT FROM pg_catalog.pg_locks AS l
             WHERE l.granted AND l.mode = 'RowExclusiveLock'
-                AND l.relation = 'resource_control.rate_limit'::pg_catalog.regclass
+                AND l.relation = 'resource_control.rate_limit'::pg_catalog.regclass::pg_catalog.oid
                 AND l.pid <> pg_catalog.pg_backend_pid())
     END";
 

@@ -8,7 +8,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
 use crate::call::BATCH;
-use crate::statement::{Statement, keep_commit};
+use crate::statement::{Statement, keep_commit, own_lock};
 
 /// Whether the throttle was granted; the time of that decision; the time of the last grant and who
 /// got it; and the interval, which is null for a resource without a row.
@@ -77,7 +77,7 @@ macro_rules! first {
             "WITH taking AS MATERIALIZED (
                 SELECT ", $every, "::interval AS every,
                     pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended($3,
-                        pg_catalog.hashtextextended($1, ", $is_resource, "::int + 20000101000002)))
+                        pg_catalog.hashtextextended($1, ", $is_resource, "::int + ", own_lock!(first_grant), ")))
                         AS is_ours
             ), granted AS (
                 INSERT INTO resource_control.throttle
@@ -117,7 +117,7 @@ const PRUNE: &str = "WITH done AS (
             SELECT t.ctid FROM resource_control.throttle AS t
                 LEFT JOIN resource_control.throttled_resource AS r
                     ON t.is_resource AND r.resource_id::pg_catalog.text = t.name
-                WHERE t.last_granted + 2 * COALESCE(
+                WHERE t.last_granted + 2::double precision * COALESCE(
                         resource_control.elapsed(r.throttle_interval), t.throttle_interval)
                     <= pg_catalog.clock_timestamp()
                 LIMIT $1 FOR UPDATE OF t SKIP LOCKED))
@@ -146,9 +146,10 @@ pub(super) fn prune() -> Statement<BigInt> {
 /// Whether the label is known, and the interval of its row in microseconds, null without a row.
 pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
-             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::pg_catalog.regtype \
+             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'\
+             ::pg_catalog.regtype::pg_catalog.oid \
                  AND e.enumlabel = $1), \
-         (SELECT (extract(epoch FROM r.throttle_interval) * 1000000)::bigint \
+         (SELECT (extract(epoch FROM r.throttle_interval) * 1000000::numeric)::bigint \
              FROM resource_control.throttled_resource AS r \
              WHERE r.resource_id::pg_catalog.text = $1)";
     Statement::new(FIND, [label.into()])
@@ -180,7 +181,7 @@ pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Stat
 pub(super) fn change(label: &str, every: PgInterval) -> Statement<BigInt> {
     const CHANGE: &str = "WITH done AS (
             UPDATE resource_control.throttled_resource SET throttle_interval = $1
-                WHERE resource_id = $2::resource_control.throttled_resource_enum RETURNING 1
+                WHERE resource_id::pg_catalog.text = $2 RETURNING 1
         ) SELECT pg_catalog.count(*) FROM done";
     Statement::new(CHANGE, [every.into(), label.into()])
 }

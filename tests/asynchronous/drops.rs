@@ -270,6 +270,27 @@ fn keys_of_what_is_dropped_do_not_add_to_what_is_prepared() {
     eventually("nothing is held", || observer.all_held() == 0);
 }
 
+/// No release has prepared its statement to the end before the first is dropped.
+#[test]
+fn dropped_releases_do_not_add_to_what_is_prepared() {
+    let database = Database::new();
+    for polls in 1..4 {
+        for is_one in [true, false] {
+            let pool = crate::half::pool(&database, 1);
+            workbench::block_on(async {
+                for key in 0..300 {
+                    let lock = LOCK.key(key);
+                    let both = AdvisoryLock::all([&lock, &LOCK.key(key + 1000)]);
+                    let lock = if is_one { &lock } else { &both };
+                    let guard = lock.acquire(&pool).await.unwrap();
+                    let _ = polled(polls, guard.release()).await;
+                }
+            });
+            assert_few_are_prepared(&pool);
+        }
+    }
+}
+
 #[test]
 fn scopes_and_transactions_on_a_lent_connection() {
     let database = Database::new();

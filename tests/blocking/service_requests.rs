@@ -185,6 +185,30 @@ fn a_request_that_is_being_renewed_is_not_taken_over() {
     assert!(complete(conn, id));
 }
 
+/// The time is read after the wait for the other transaction, and not before.
+#[test]
+fn a_request_is_completed_after_the_renewal_that_its_completion_has_waited_for() {
+    let database = installed();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let id = claim(conn, 1);
+    run(open, "BEGIN");
+    let renew = format!("resource_control.renew_service_request('geocoder', {id}, '30 s')");
+    assert!(truth(open, &renew));
+    std::thread::scope(|scope| {
+        let completes = scope.spawn(|| complete(&mut database.connect(), id));
+        let mut observer = Observer::of(&database);
+        eventually("it waits for the row", || observer.all_waiting() == 1);
+        run(
+            open,
+            "CREATE TABLE renewed AS SELECT clock_timestamp() AS at; COMMIT",
+        );
+        assert!(completes.join().unwrap());
+    });
+    let is_later = "(SELECT r.completed_at > at AND r.timed_out_at IS NULL \
+         FROM resource_control.service_request AS r, renewed)";
+    assert!(truth(conn, is_later));
+}
+
 #[test]
 fn a_lowered_number_holds_at_once_and_also_for_claims_in_turn() {
     let database = installed();

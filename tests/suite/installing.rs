@@ -159,22 +159,26 @@ fn what_is_recorded_and_missing_is_repaired_by_the_statement_in_the_message() {
     );
 }
 
-/// The timeout is for the statements of an application, and not for the wait for another instance.
+/// The timeouts are for the statements of an application, and not for the wait for another instance.
 #[test]
-fn a_short_lock_timeout_does_not_end_an_installation_that_waits_for_another() {
-    let by_role = |database: &Database| {
+fn no_timeout_of_a_role_ends_an_installation_that_waits_for_another() {
+    let by_role = |database: &Database, timeout: &str| {
         let name = database.name();
         run(
             &mut database.connect(),
-            &format!("ALTER DATABASE {name} SET lock_timeout = '50ms'"),
+            &format!("ALTER DATABASE {name} SET {timeout} = '500ms'"),
         );
         pool(database, 1)
     };
-    let by_session = |database: &Database| {
-        let url = database.url_with("options", "-c lock_timeout=50ms");
+    let by_session = |database: &Database, timeout: &str| {
+        let url = database.url_with("options", &format!("-c {timeout}=500ms"));
         make_pool(&url, 1, Duration::from_secs(20))
     };
-    for pool_of in [by_role as fn(&Database) -> PgPool, by_session] {
+    let knows = |name: &str| {
+        let known = format!("EXISTS (SELECT FROM pg_settings WHERE name = '{name}')");
+        truth(&mut Database::new().connect(), &known)
+    };
+    let tried = |pool_of: fn(&Database, &str) -> PgPool, timeout: &str| {
         let database = Database::new();
         let (mut holder, look) = (database.connect(), &mut database.connect());
         run(
@@ -182,11 +186,11 @@ fn a_short_lock_timeout_does_not_end_an_installation_that_waits_for_another() {
             "BEGIN; SELECT pg_advisory_xact_lock(20000101000000)",
         );
         std::thread::scope(|scope| {
-            let installs = scope.spawn(|| wait(migrations::install(&pool_of(&database))));
+            let installs = scope.spawn(|| wait(migrations::install(&pool_of(&database, timeout))));
             let has_waited = "(SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database()
-                AND wait_event_type = 'Lock' AND query_start < clock_timestamp() - interval '300 ms')";
-            eventually("it waits for six times as long", || {
-                assert!(!installs.is_finished());
+                AND wait_event_type = 'Lock' AND query_start < clock_timestamp() - interval '1500 ms')";
+            eventually("it waits for three times as long", || {
+                assert!(!installs.is_finished(), "{timeout}");
                 truth(look, has_waited)
             });
             run(&mut holder, "COMMIT");
@@ -194,14 +198,19 @@ fn a_short_lock_timeout_does_not_end_an_installation_that_waits_for_another() {
         });
         assert_eq!(number(look, RECORDED), directories().len() as i64);
         // And the session has its own afterwards.
-        let pool = pool_of(&database);
+        let pool = pool_of(&database, timeout);
         wait(migrations::install(&pool)).unwrap();
-        wait(on_all(
-            &pool,
-            "DO $$ BEGIN ASSERT current_setting('lock_timeout') = '50ms'; END $$",
-        ))
-        .unwrap();
-    }
+        let own = format!("DO $$ BEGIN ASSERT current_setting('{timeout}') = '500ms'; END $$");
+        wait(on_all(&pool, &own)).unwrap();
+    };
+    let timeouts = ["lock_timeout", "statement_timeout", "transaction_timeout"];
+    std::thread::scope(|scope| {
+        for timeout in timeouts.into_iter().filter(|name| knows(name)) {
+            for pool_of in [by_role as fn(&Database, &str) -> PgPool, by_session] {
+                scope.spawn(move || tried(pool_of, timeout));
+            }
+        }
+    });
 }
 
 #[test]

@@ -122,6 +122,29 @@ fn those_who_wait_for_a_chunk_that_fails_ask_for_themselves() {
 }
 
 #[test]
+fn those_who_wait_for_a_chunk_get_the_error_of_the_one_who_takes_it() {
+    let database = installed();
+    let local = WIDE.local(pool(&database, 4), 10);
+    assert!(is_allowed(&WIDE.local(pool(&database, 1), 10), "7"));
+    let mut conn = database.connect();
+    run(
+        &mut conn,
+        "BEGIN; UPDATE resource_control.rate_limit SET burst = burst",
+    );
+    let start = Barrier::new(8);
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                start.wait();
+                assert_matches!(wait(local.check("7")), Err(Error::KeyLocked("wide")));
+            });
+        }
+    });
+    run(&mut conn, "ROLLBACK");
+    assert!(is_allowed(&local, "7"));
+}
+
+#[test]
 fn a_bad_key_is_refused_before_anything_is_sent() {
     let database = workbench::Database::new(); // without the schema
     let pool = pool(&database, 1);

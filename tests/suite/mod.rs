@@ -18,6 +18,7 @@ mod lost_replies;
 mod metrics;
 mod monitoring;
 mod once;
+mod operators;
 #[cfg(feature = "tracing")]
 mod outages;
 mod own_migrations;

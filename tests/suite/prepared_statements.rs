@@ -1,13 +1,16 @@
-//! A session prepares a fixed number of statements, whatever keys there are.
+//! A session prepares a fixed number of statements, whatever keys there are, and the statistics of
+//! the server have a fixed number of entries.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use std::time::Duration;
 
 use diesel::PgConnection;
+use workbench::{Cluster, StopMode};
 
 use crate::half::*;
 use crate::support::{
-    Observer, assert_few_are_prepared, eventually, foreign_holder, installed, number,
+    Observer, assert_few_are_prepared, eventually, foreign_holder, install, installed, number,
     once_at_least, run, text,
 };
 
@@ -174,4 +177,153 @@ fn do_everything() -> bool {
     assert_few_are_prepared(&pool);
     let are_left = format!("(SELECT count(*) {others} AND pid = ANY ('{both}'))");
     number(observer.conn(), &are_left) == 2
+}
+
+/// A wait, a late release and the end of a session are not prepared: what they contain is a constant
+/// of a SELECT, which `pg_stat_statements` replaces, and never of a `DO` or a `SET`.
+#[test]
+fn keys_and_durations_add_no_entry_to_the_statistics() {
+    const KINDS: usize = 8;
+    const ENTRIES: &str = "(SELECT count(*) FROM pg_stat_statements)";
+
+    let cluster = Cluster::start();
+    let is_there =
+        "(SELECT count(*) FROM pg_available_extensions WHERE name = 'pg_stat_statements')";
+    if number(&mut cluster.endpoint("postgres").connect(), is_there) == 0 {
+        eprintln!("no pg_stat_statements here: not tried");
+        return;
+    }
+    let preload = "ALTER SYSTEM SET shared_preload_libraries = pg_stat_statements";
+    run(&mut cluster.endpoint("postgres").connect(), preload);
+    cluster.restart(StopMode::Fast);
+    let database = cluster.database();
+    let look = &mut database.connect();
+    install(look);
+    run(look, "CREATE EXTENSION pg_stat_statements");
+    let pool = pool(&database, 3);
+    let mut holder = database.connect();
+    let mut operate = |key: usize| {
+        let moment = Duration::from_millis(10 + key as u64 % 50);
+        let lock = match key / KINDS % 2 {
+            0 => LOCK.key(key),
+            _ => AdvisoryLock::new(LockKey::pair(key as i32, -1)),
+        };
+        let lock = if key / KINDS % 4 < 2 {
+            lock
+        } else {
+            lock.shared()
+        };
+        let all = AdvisoryLock::all([&lock, &several(key)]);
+        let wanted = if key / KINDS % 8 < 4 { &lock } else { &all };
+        // Both forms of a call, with one argument and with two.
+        let id = format!("{}", lock.lock_key().id().unwrap());
+        run(&mut holder, &format!("SELECT pg_advisory_lock({id})"));
+        match key % KINDS {
+            0 => {
+                let waited = wait(wanted.acquire_timeout(&pool, moment));
+                assert!(waited.is_err() || waited.unwrap().is_busy());
+            }
+            1 => on_one(&pool, |conn| {
+                begin(conn);
+                let waited = wait(wanted.acquire_xact_timeout(conn, moment)).unwrap();
+                assert!(waited.is_busy());
+                end(conn);
+            }),
+            2 | 3 => {
+                let waiting = || {
+                    if key % KINDS == 2 {
+                        let waits = wait(wanted.acquire(&pool));
+                        return wait(waits.unwrap().release());
+                    }
+                    on_one(&pool, |conn| {
+                        wait(wanted.transaction(conn, work!(|_conn| Ok(()))))
+                    })
+                };
+                thread::scope(|scope| {
+                    let waiting = scope.spawn(waiting);
+                    let mut observer = Observer::of(&database);
+                    eventually("it waits", || observer.waiters(lock.lock_key()) == 1);
+                    run(&mut holder, &format!("SELECT pg_advisory_unlock({id})"));
+                    waiting.join().unwrap().unwrap();
+                });
+            }
+            4 => {
+                let slots = Semaphore::named("one", 1, HOUR).key(key);
+                let permit = wait(slots.acquire(&pool)).unwrap();
+                // It may be too short for a reply.
+                let waited = wait(slots.acquire_timeout(&pool, moment));
+                assert!(waited.is_err() || waited.unwrap().is_full());
+                drop(permit);
+            }
+            5 => {
+                let limit = LIMIT.key(key).quota(Quota::per_day(1 + key as u32));
+                assert!(wait(limit.check(&pool)).unwrap().is_allowed());
+                let _ = wait(limit.cost(1 + key as u32).acquire_timeout(&pool, moment));
+            }
+            kind => {
+                // The work panics, or leaves a transaction that has failed.
+                let free = LOCK.key(format!("free {key}"));
+                let free = AdvisoryLock::all([&free, &several(key + 1000)]);
+                let worked = catch_unwind(AssertUnwindSafe(|| {
+                    on_one(&pool, |conn| {
+                        let worked = free.with_on(
+                            conn,
+                            work!(|conn| {
+                                let failing = reply!(execute(conn, "BEGIN; SELECT 1 / 0"));
+                                assert!(failing.is_err() && kind == 6, "it panics");
+                                Ok::<_, Error>(())
+                            }),
+                        );
+                        assert!(wait(worked).is_err());
+                    });
+                }));
+                assert_eq!(worked.is_err(), kind == 7);
+            }
+        }
+        run(&mut holder, "SELECT pg_advisory_unlock_all()");
+    };
+    // Each kind of operation, with each kind of lock.
+    (0..8 * KINDS).for_each(&mut operate);
+    let before = number(look, ENTRIES);
+    (1000..1300).for_each(&mut operate);
+    let all = "(SELECT string_agg(left(query, 200), E'\\n') FROM pg_stat_statements)";
+    let added = number(look, ENTRIES) - before;
+    assert!(added < 10, "{added} of {before}: {}", text(look, all));
+}
+
+/// What a wait sets for its block is empty when it has ended, in the caller's transaction, too.
+#[test]
+fn a_wait_leaves_nothing_in_the_settings_of_its_transaction() {
+    const IS_EMPTY: &str = "DO $$ BEGIN \
+         ASSERT current_setting('diesel_interlock.lock') = ''; \
+         ASSERT current_setting('diesel_interlock.limit') = ''; END $$";
+
+    let database = installed();
+    let pool = pool(&database, 1);
+    let lock = LOCK.key("settings");
+    let holder = foreign_holder(&database, lock.lock_key());
+    let moment = Duration::from_millis(20);
+    on_one(&pool, |conn| {
+        begin(conn);
+        assert!(
+            wait(lock.acquire_xact_timeout(conn, moment))
+                .unwrap()
+                .is_busy()
+        );
+        wait(execute(conn, IS_EMPTY)).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut observer = Observer::of(&database);
+                eventually("it waits", || observer.waiters(lock.lock_key()) == 1);
+                drop(holder);
+            });
+            assert!(
+                wait(lock.acquire_xact_timeout(conn, HOUR))
+                    .unwrap()
+                    .is_acquired()
+            );
+        });
+        wait(execute(conn, IS_EMPTY)).unwrap();
+        end(conn);
+    });
 }

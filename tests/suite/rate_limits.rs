@@ -448,6 +448,36 @@ fn a_refund_of_nothing_does_not_change_the_next_one() {
     ));
 }
 
+/// A million units that were refilled within a second, and now take a year each.
+#[test]
+fn what_is_owed_for_longer_than_a_timestamp_can_tell_is_no_error() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let fast = RateLimit::named("plan", Quota::per_second(1_000_000)).cost(1_000_000);
+    let slow = RateLimit::named("plan", Quota::once_per(Duration::from_secs(366 * 86_400)));
+    let spent = allowed(&fast, &pool);
+    // As if the second had a day.
+    run(
+        &mut database.connect(),
+        "UPDATE resource_control.rate_limit SET full_at = clock_timestamp() + interval '1 day', \
+         unit_us = 86400",
+    );
+    let limited = wait(slow.check(&pool)).unwrap().limited().unwrap();
+    assert!(limited.retry_after > Duration::from_secs(99_000 * 31_557_600));
+    assert_eq!(wait(slow.peek(&pool)).unwrap().remaining, 0);
+    let both = wait(RateLimit::check_all(&[&slow, &SLOW], &pool)).unwrap();
+    assert!(both.is_limited());
+    assert!(
+        wait(slow.acquire_timeout(&pool, Duration::from_secs(1)))
+            .unwrap()
+            .is_limited()
+    );
+    rewind(&database, 2 * 86_400);
+    assert!(is_allowed(&slow, &pool));
+    assert!(!wait(slow.refund(&pool, &spent, 1_000_000)).unwrap());
+    assert!(wait(slow.reset(&pool)).unwrap());
+}
+
 #[test]
 fn refunds_under_another_quota_give_back_nothing_and_do_not_panic() {
     let database = installed();

@@ -6,9 +6,11 @@ use std::time::Duration;
 use workbench::{Cluster, Database, StopMode};
 
 use crate::assert_matches;
-use crate::half::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, IS_ASYNC, execute, pool, wait};
+use crate::half::{
+    AdvisoryLock, AdvisoryLockGuard, Attempt, Error, IS_ASYNC, execute, on_one, pool, wait,
+};
 use crate::support::{
-    Observer, Wanted, assert_after_drop, assert_pool_whole, eventually, in_a_quick_round,
+    Observer, Wanted, assert_after_drop, assert_pool_whole, eventually, in_a_quick_round, installed,
 };
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("ways out");
@@ -167,6 +169,45 @@ fn a_killed_backend_is_a_lost_lock() {
         observer.kill(guard.backend_pid());
         drop(guard);
     });
+}
+
+/// `DISCARD ALL` also unlocks, and both drop what Diesel has prepared.
+#[test]
+fn a_session_that_forgets_its_statements_tells_whether_the_lock_was_lost() {
+    let database = installed();
+    for (forgets, keeps) in [("DISCARD ALL", false), ("DEALLOCATE ALL", true)] {
+        for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
+            let pool = pool(&database, 1);
+            for is_forgotten in [false, true] {
+                let mut guard = wait(lock.acquire(&pool)).unwrap();
+                if is_forgotten {
+                    run(&mut guard, forgets);
+                }
+                let is_held = !is_forgotten || keeps;
+                assert_eq!(wait(guard.is_held()).unwrap(), is_held, "{forgets}");
+                assert_eq!(wait(guard.fencing_token()).is_ok(), is_held, "{forgets}");
+                let released = wait(guard.release());
+                if is_held {
+                    released.unwrap();
+                } else {
+                    assert_matches!(released, Err(Error::LockLost(_)));
+                }
+            }
+            // Another session, which knows its statements.
+            wait(wait(lock.acquire(&pool)).unwrap().release()).unwrap();
+            on_one(&pool, |conn| {
+                let done: Result<(), Error> = wait(lock.with_on(conn, work!(|_conn| Ok(()))));
+                done.unwrap();
+                let done: Result<(), Error> =
+                    wait(lock.with_on(conn, work!(|conn| Ok(reply!(execute(conn, forgets))?))));
+                assert_eq!(done.is_ok(), keeps, "{forgets}: {done:?}");
+                if !keeps {
+                    assert_matches!(done, Err(Error::LockLost(_)));
+                }
+                wait(execute(conn, "SELECT 1")).unwrap();
+            });
+        }
+    }
 }
 
 #[test]

@@ -257,6 +257,18 @@ impl Cluster {
         fs::read_to_string(self.directory().join("log")).unwrap_or_default()
     }
 
+    /// The operators of [`Database::set_operators`] that statements have referred to, each with the
+    /// beginning of its statement.
+    ///
+    /// [`Database::set_operators`]: crate::Database::set_operators
+    pub fn found_operators(&self) -> Vec<String> {
+        let log = self.log();
+        let found = log.split("operator is only a shell: ").skip(1);
+        found
+            .map(|found| found.lines().take(6).collect::<Vec<_>>().join("\n"))
+            .collect()
+    }
+
     fn end_of_log(&self) -> String {
         let log = self.log();
         let lines: Vec<_> = log.lines().collect();

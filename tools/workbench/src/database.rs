@@ -97,6 +97,17 @@ impl Database {
         }
     }
 
+    /// Creates in the schema `public` every operator that `pg_catalog` lacks for exactly these
+    /// types, among them the types of `resource_control`, if that is installed. A statement that
+    /// refers to one of them is an error, and [`Cluster::found_operators`] knows. Needs a superuser.
+    pub fn set_operators(&self) {
+        let conn = &mut self.connect();
+        let set = conn
+            .batch_execute("SET search_path = pg_catalog, pg_temp")
+            .and_then(|()| conn.batch_execute(include_str!("missing_operators.sql")));
+        set.unwrap_or_else(cannot("create operators"));
+    }
+
     /// How many traps were sprung.
     pub fn sprung_traps(&self) -> i64 {
         let conn = &mut self.connect();

@@ -10,6 +10,8 @@
 //! one place (`call.rs`). A repetition is necessary because the isolation level cannot be changed
 //! after a snapshot was taken.
 
+use std::slice;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use diesel::deserialize::FromSqlRow;
@@ -21,7 +23,7 @@ use diesel::sql_types::BigInt;
 use crate::error::{Error, Result};
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Borrowed, ConnectionOf, Pool};
-use crate::session::{Session, classify, explain};
+use crate::session::{Session, classify, explain, is_closed};
 use crate::statement::Statement;
 use crate::transaction::Own;
 
@@ -52,7 +54,7 @@ pub(crate) const BATCH: i64 = 10_000;
 pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> Result<u64> {
     let mut deleted = 0;
     loop {
-        let (batch, _): (i64, _) = ask(pool, None, std::slice::from_ref(&delete)).await?;
+        let (batch, _): (i64, _) = ask(pool, None, slice::from_ref(&delete)).await?;
         deleted += batch.unsigned_abs();
         if batch < BATCH {
             return Ok(deleted);
@@ -82,6 +84,36 @@ where
         Ok(then(reply, sent))
     })
     .await
+}
+
+/// As [`ask`] with one statement, until the deadline, where a repetition changes nothing. If the
+/// session had ended, the statement is sent again on another one: all sessions of a pool that does
+/// not test them may have ended. Notes whether a statement without a reply may have been executed.
+pub(crate) async fn ask_again<P: Pool, T, U>(
+    pool: &P,
+    limit: Option<Duration>,
+    deadline: Option<Instant>,
+    statement: Statement<T>,
+    unanswered: &AtomicBool,
+) -> Result<U>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    let mut sessions = 0..pool.max_size();
+    loop {
+        let asked = P::Mode::within(deadline, ask(pool, limit, slice::from_ref(&statement))).await;
+        let error = match asked.unwrap_or(Err(Error::TimedOut)) {
+            Ok((reply, _)) => return Ok(reply),
+            Err(error) => error,
+        };
+        unanswered.fetch_or(!matches!(error, Error::Pool(_)), SeqCst);
+        let has_ended = matches!(&error, Error::Database(error) if is_closed(error));
+        let has_time = deadline.is_none_or(|deadline| deadline > Instant::now());
+        if !(has_ended && has_time && sessions.next().is_some()) {
+            return Err(error);
+        }
+    }
 }
 
 async fn ask_borrowed<P: Pool, T, U>(

@@ -27,7 +27,6 @@
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::slice;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -35,13 +34,12 @@ use std::time::Duration;
 use diesel::sql_types::Bool;
 
 use crate::alarm::{Alarm, Sleepers, jitter, lock};
-use crate::call::{ask, ask_surely};
+use crate::call::{ask_again, ask_surely};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::metrics::Raised;
 use crate::mode::Mode;
 use crate::pool::Pool;
-use crate::session::is_closed;
 use crate::statement::Statement;
 use crate::sync::{AtomicBool, Instant, Mutex, MutexGuard, Ordering::SeqCst};
 
@@ -278,10 +276,8 @@ impl<P: Pool> Lease<P> {
     }
 
     /// Sends a statement that ends the row and returns whether the row was held. Waits for a
-    /// connection for at most `limit`, and for the reply until the deadline.
-    ///
-    /// If the session had ended, the statement is sent again on another one, because the row is
-    /// ended only once. All sessions of a pool that does not test them may have ended.
+    /// connection for at most `limit`, and for the reply until the deadline. The row is ended only
+    /// once, so the statement may be sent again.
     ///
     /// If the row was not held, and the lease has not run out, an earlier end whose reply was lost
     /// may have ended the row, which is a success.
@@ -291,27 +287,12 @@ impl<P: Pool> Lease<P> {
         limit: Option<Duration>,
         deadline: Option<Instant>,
     ) -> Result<()> {
-        let pool = &self.grant.pool;
-        let mut sessions = 0..=pool.max_size();
-        loop {
-            let reply = P::Mode::within(deadline, ask(pool, limit, slice::from_ref(&end))).await;
-            let error = match reply.unwrap_or(Err(Error::TimedOut)) {
-                Ok((true, _)) => return Ok(()),
-                Ok((false, _))
-                    if self.is_unanswered.load(SeqCst) && self.until() > Instant::now() =>
-                {
-                    return Ok(());
-                }
-                Ok((false, _)) => return Err(self.loss()),
-                Err(error) => error,
-            };
-            let was_sent = !matches!(error, Error::Pool(_));
-            self.is_unanswered.fetch_or(was_sent, SeqCst);
-            let has_ended = matches!(&error, Error::Database(error) if is_closed(error));
-            let has_time = deadline.is_none_or(|deadline| deadline > Instant::now());
-            if !(has_ended && has_time && sessions.next().is_some()) {
-                return Err(error);
-            }
+        let unanswered = &self.is_unanswered;
+        match ask_again(&self.grant.pool, limit, deadline, end, unanswered).await {
+            Ok(true) => Ok(()),
+            Ok(false) if unanswered.load(SeqCst) && self.until() > Instant::now() => Ok(()),
+            Ok(false) => Err(self.loss()),
+            Err(error) => Err(error),
         }
     }
 

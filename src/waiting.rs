@@ -15,6 +15,32 @@
 //! A release in this process wakes the oldest at once. But the oldest may be a future that nobody
 //! polls, or its pool may be empty. So the n-th waiter tries, too, after about n − 1 seconds. No
 //! order is promised.
+//!
+//! **One queue for each key in the process, and only its oldest waiter waits on the server.** Pure
+//! polling is unfair between processes (of three processes, the shares were .06 to .64, and the
+//! longest wait 3.4 to 7.2 s). If every waiter waited on the server, each would need a connection.
+//! With one waiting connection for each key and process, shares are fair (.333), the longest wait
+//! is 49 ms, and the rest of the pool stays free for work.
+//!
+//! **A queue for each database.** Pools have no identity, so a refusal says which database it comes
+//! from, in 20 bits of the number that it returns. If two databases have the same bits by chance,
+//! they share a queue. This costs time, but not correctness.
+//!
+//! **Who wants fewer units of a rate limit stands before who wants more**, because the smaller
+//! number is there first. If one who wants many stood first, units that are there would not be
+//! spent. In return, a call that costs much may wait for as long as cheaper calls take all units.
+//! It would have to reserve units to be sure of its turn, and who gives up would have to give them
+//! back.
+//!
+//! **Deadlines are counted in measured round trips.** No try begins if less than two and a half
+//! times the last round trip is left until the deadline. So at any distance from the server, a busy
+//! lock is reported as `Busy`, and no reply is cut off.
+//!
+//! **No order is promised.** For a place in the queue that survives a crash of its process, there
+//! would have to be a table, and each release would have to read it.
+//!
+//! **The n-th waiter** sends little: 3,000 waiters send some ten tries a second in addition to
+//! those of the oldest.
 
 mod share;
 mod turns;

@@ -14,7 +14,7 @@ use crate::lease::{Grant, Lease, Row};
 use crate::mode::{Async, Blocking, Mode};
 use crate::pool::Pool;
 use crate::sql_types::Bool;
-use crate::statement::{Database, Statement};
+use crate::statement::Statement;
 use crate::sync::Instant;
 use crate::watch::MS;
 
@@ -130,7 +130,6 @@ fn claim<M: Mode>(network: Network) -> (Arc<Lease<Wire<M>>>, Arc<Mutex<Server>>)
             mode: PhantomData,
         },
         runtime: M::Runtime::default(),
-        database: Database(1),
         subject: Subject,
         row: Row {
             name: "name".into(),

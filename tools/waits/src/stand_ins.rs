@@ -81,11 +81,11 @@ pub(crate) mod pool {
 pub(crate) mod call {
     use std::time::Duration;
 
-    use crate::error::Result;
+    use crate::error::{Error, Result};
     use crate::mode::Mode;
     use crate::pool::Pool;
     use crate::statement::Statement;
-    use crate::sync::Instant;
+    use crate::sync::{AtomicBool, Instant, Ordering::SeqCst};
 
     pub(crate) async fn ask<P: Pool, T>(
         pool: &P,
@@ -94,6 +94,21 @@ pub(crate) mod call {
     ) -> Result<(bool, Instant)> {
         let (sent, reply) = (Instant::now(), pool.send(statement.renews_for));
         Ok((P::Mode::run(reply).await?, sent))
+    }
+
+    pub(crate) async fn ask_again<P: Pool, T: Send>(
+        pool: &P,
+        limit: Option<Duration>,
+        deadline: Option<Instant>,
+        statement: Statement<T>,
+        unanswered: &AtomicBool,
+    ) -> Result<bool> {
+        let asked = P::Mode::within(deadline, ask(pool, limit, [statement])).await;
+        let reply = asked.unwrap_or(Err(Error::TimedOut));
+        if let Err(error) = &reply {
+            unanswered.fetch_or(!matches!(error, Error::Pool(_)), SeqCst);
+        }
+        Ok(reply?.0)
     }
 
     pub(crate) async fn ask_surely<P: Pool, T: Send + 'static, V: Send + 'static>(

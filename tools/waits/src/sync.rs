@@ -63,17 +63,29 @@ impl Condvar {
         }
     }
 
+    pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> LockResult<MutexGuard<'a, T>> {
+        Ok(self.wait_until(guard, None))
+    }
+
     pub(crate) fn wait_timeout<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,
         timeout: Duration,
     ) -> LockResult<(MutexGuard<'a, T>, ())> {
+        Ok((self.wait_until(guard, Some(Instant::now() + timeout)), ()))
+    }
+
+    fn wait_until<'a, T>(
+        &self,
+        guard: MutexGuard<'a, T>,
+        end: Option<Instant>,
+    ) -> MutexGuard<'a, T> {
         let (mutex, me) = (guard.mutex, me());
         lock(&self.0).push(me.clone());
         drop(guard);
-        me.park(Some(Instant::now() + timeout));
+        me.park(end);
         lock(&self.0).retain(|other| !Arc::ptr_eq(other, &me));
-        Ok((mutex.lock().unwrap_or_else(PoisonError::into_inner), ()))
+        mutex.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -37,6 +37,7 @@ use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::sql_types::Timestamptz;
 
+use self::comparison::{is_after, is_not_after};
 use self::views::{
     advisory_lock, leader, rate_limit_state, schedule_state, slot_in_flight, throttle_state,
 };
@@ -50,17 +51,20 @@ diesel::define_sql_function! {
     fn clock_timestamp() -> Timestamptz;
 }
 
-diesel::define_sql_function! {
-    /// Whether a time is after another one: the function of `>`. PostgreSQL would look for the
-    /// operator in the whole search path, because a column's domain has none of exactly its type.
-    #[sql_name = "pg_catalog.timestamptz_gt"]
-    fn is_after(time: Timestamptz, other: Timestamptz) -> Bool;
-}
+/// The functions of `>` and `<=`. PostgreSQL would look for the operators in the whole search path,
+/// because it has none for exactly the domain of a column.
+mod comparison {
+    use diesel::sql_types::Timestamptz;
 
-diesel::define_sql_function! {
-    /// Whether a time is not after another one: the function of `<=`.
-    #[sql_name = "pg_catalog.timestamptz_le"]
-    fn is_not_after(time: Timestamptz, other: Timestamptz) -> Bool;
+    diesel::define_sql_function! {
+        #[sql_name = "pg_catalog.timestamptz_gt"]
+        fn is_after(time: Timestamptz, other: Timestamptz) -> Bool;
+    }
+
+    diesel::define_sql_function! {
+        #[sql_name = "pg_catalog.timestamptz_le"]
+        fn is_not_after(time: Timestamptz, other: Timestamptz) -> Bool;
+    }
 }
 
 /// An advisory lock that a session or a prepared transaction holds, or that a session waits for on

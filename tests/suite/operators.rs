@@ -1,7 +1,7 @@
 //! No statement of the crate refers to an operator that somebody else may create.
 //!
-//! A type, an operand or an operator that `pg_catalog` does not have exactly is looked for in the
-//! whole search path, so whoever may create operators in `public` would run code as the service.
+//! PostgreSQL looks in the whole search path for an operator that `pg_catalog` does not have for
+//! exactly these types, so whoever may create operators in `public` would run code as the service.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;

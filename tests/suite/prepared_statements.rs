@@ -295,8 +295,8 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
 #[test]
 fn a_wait_leaves_nothing_in_the_settings_of_its_transaction() {
     const IS_EMPTY: &str = "DO $$ BEGIN \
-         ASSERT current_setting('diesel_interlock.lock') = ''; \
-         ASSERT current_setting('diesel_interlock.limit') = ''; END $$";
+         ASSERT COALESCE(current_setting('diesel_interlock.lock', true), '') = ''; \
+         ASSERT COALESCE(current_setting('diesel_interlock.limit', true), '') = ''; END $$";
 
     let database = installed();
     let pool = pool(&database, 1);

@@ -190,9 +190,10 @@ impl<P: Pool> AdvisoryLock<P> {
     /// One round trip on a connection of the pool: `SELECT pg_try_advisory_lock($1)`, in a
     /// statement that also checks that the server is not a standby.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
-        P::Mode::drive(self.subject().observe("try_acquire", async move {
-            self.wait(pool, Some(Duration::ZERO)).await
-        }))
+        P::Mode::drive(
+            self.subject()
+                .observe("try_acquire", async move { self.try_once(pool).await }),
+        )
     }
 
     /// Takes the lock, and [waits](Self#waiting) while others hold it.
@@ -219,22 +220,28 @@ impl<P: Pool> AdvisoryLock<P> {
         timeout: Duration,
     ) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
         P::Mode::drive(async move {
-            let wait = self.wait(pool, Some(timeout));
-            self.subject().observe_wait("acquire_timeout", wait).await
+            let subject = self.subject();
+            if timeout.is_zero() {
+                return subject
+                    .observe_wait("acquire_timeout", self.try_once(pool))
+                    .await;
+            }
+            let wait = self.wait(pool, Instant::now().checked_add(timeout));
+            subject.observe_wait("acquire_timeout", wait).await
         })
+    }
+
+    async fn try_once(&self, pool: &P) -> Result<Attempt<AdvisoryLockGuard<P>>> {
+        let guard = self.attempt(pool, &self.locks()?, None, None).await?;
+        Ok(guard.map_or(Attempt::Busy, Attempt::Acquired))
     }
 
     async fn wait(
         &self,
         pool: &P,
-        timeout: Option<Duration>,
+        deadline: Option<Instant>,
     ) -> Result<Attempt<AdvisoryLockGuard<P>>> {
         let locks = self.locks()?;
-        if timeout == Some(Duration::ZERO) {
-            let guard = self.attempt(pool, &locks, None, None).await?;
-            return Ok(guard.map_or(Attempt::Busy, Attempt::Acquired));
-        }
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut turns = Turns::new(deadline);
         while turns.next::<P::Mode>().await {
             let attempt = self.attempt(pool, &locks, deadline, Some(&mut turns));

@@ -169,7 +169,11 @@ impl<P: Pool> RateLimit<P> {
     /// may have spent the units. A timeout of zero is the same as [`check`](Self::check).
     pub fn acquire_timeout<'a>(&'a self, pool: &'a P, timeout: Duration) -> Reply<'a, P, Check> {
         P::Mode::drive(async move {
-            let wait = self.wait(pool, timeout);
+            if timeout.is_zero() {
+                let once = self.check_within(pool, None);
+                return self.subject().observe_wait("acquire_timeout", once).await;
+            }
+            let wait = self.wait(pool, Instant::now().checked_add(timeout));
             self.subject().observe_wait("acquire_timeout", wait).await
         })
     }
@@ -246,11 +250,7 @@ impl<P: Pool> RateLimit<P> {
         P::Mode::drive(in_batches(pool, sql::prune()))
     }
 
-    async fn wait(&self, pool: &P, timeout: Duration) -> Result<Check> {
-        if timeout.is_zero() {
-            return self.check_within(pool, None).await;
-        }
-        let deadline = Instant::now().checked_add(timeout);
+    async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
         let mut turns = Turns::for_units(self.cost, deadline);
         let mut last = Err(Error::TimedOut);
         while turns.next::<P::Mode>().await {

@@ -231,7 +231,11 @@ impl<P: Pool> Semaphore<P> {
         timeout: Duration,
     ) -> Reply<'a, P, Admission<Permit<P>>> {
         P::Mode::drive(async move {
-            let wait = self.wait(pool, Some(timeout));
+            if timeout.is_zero() {
+                let once = self.claim(pool, None);
+                return self.subject.observe_wait("acquire_timeout", once).await;
+            }
+            let wait = self.wait(pool, Instant::now().checked_add(timeout));
             self.subject.observe_wait("acquire_timeout", wait).await
         })
     }
@@ -286,11 +290,7 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    async fn wait(&self, pool: &P, timeout: Option<Duration>) -> Result<Admission<Permit<P>>> {
-        if timeout == Some(Duration::ZERO) {
-            return self.claim(pool, None).await;
-        }
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+    async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Admission<Permit<P>>> {
         let service = self.service()?;
         let (mut turns, mut last) = (Turns::new(deadline), None);
         // Pauses need its timer.

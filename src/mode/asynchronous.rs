@@ -114,20 +114,18 @@ impl Mode for Async {
         deadline: Option<Instant>,
         operation: impl Future<Output = T> + Send,
     ) -> Option<T> {
-        match deadline {
-            Some(deadline) if Handle::try_current().is_ok() => {
-                let mut operation = pin!(operation);
-                match timeout_at(deadline.into(), operation.as_mut()).await {
-                    Ok(value) => Some(value),
-                    // A paused clock jumps to the next timer whenever the runtime waits for a
-                    // server, so it says nothing about that server.
-                    Err(_) if Instant::now() < deadline => Some(operation.await),
-                    Err(_) => None,
-                }
+        let mut operation = pin!(operation);
+        // Without a runtime or its timers the operation itself says so.
+        if let Some(deadline) = deadline.filter(|_| Self::runtime().is_ok()) {
+            match timeout_at(deadline.into(), operation.as_mut()).await {
+                Ok(value) => return Some(value),
+                // A paused clock jumps to the next timer whenever the runtime waits for a server,
+                // so it says nothing about that server.
+                Err(_) if Instant::now() < deadline => {}
+                Err(_) => return None,
             }
-            // Outside a runtime there is no timer, and the operation itself says so.
-            _ => Some(operation.await),
         }
+        Some(operation.await)
     }
 
     async fn sleep(alarm: &Alarm, deadline: Option<Instant>) {

@@ -60,8 +60,8 @@ fn one_leads_at_a_time_and_each_term_has_a_larger_token() {
 fn a_stop_resigns_though_the_sessions_of_the_pool_have_ended() {
     const LONG: Leader = Leader::named("long", Duration::from_secs(3600));
     let database = installed();
-    let pool = unchecked_pool(&database, 3);
     for _ in 0..5 {
+        let pool = unchecked_pool(&database, 3);
         let stop = Stop::new();
         let led = LONG.lead(&pool, &stop, |_term| {
             on_all(&pool, "SELECT 1").unwrap();

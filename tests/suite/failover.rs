@@ -8,8 +8,8 @@ use workbench::{Cluster, Database, StopMode};
 use crate::assert_matches;
 use crate::half::{
     Admission, AdvisoryLock, Attempt, CheckAll, Conn, Done, Error, Once, PgPool, Quota, RateLimit,
-    Schedule, Semaphore, Throttle, begin, end, execute, make_pool, migrations, on_first, on_one,
-    wait,
+    Schedule, Semaphore, Throttle, begin, end, execute, make_pool, migrations, on_all, on_first,
+    on_one, wait,
 };
 use crate::support::{eventually, installed, number, run, text};
 
@@ -149,16 +149,14 @@ fn a_server_that_refuses_to_write_is_left() {
     };
     refuse(conn, "on");
     // Each session reads the setting when it gets to it.
-    eventually("all sessions refuse", || {
-        match wait(THROTTLE.attempt(&pool)) {
-            Ok(_) => false,
-            Err(refused) => {
-                assert_matches!(refused, Error::Standby);
-                assert!(refused.is_unavailable());
-                true
-            }
-        }
+    eventually("all sessions have read it", || {
+        let is_on = "DO $$ BEGIN \
+             ASSERT current_setting('default_transaction_read_only') = 'on'; END $$";
+        wait(on_all(&pool, is_on)).is_ok()
     });
+    let refused = wait(THROTTLE.attempt(&pool)).unwrap_err();
+    assert_matches!(refused, Error::Standby);
+    assert!(refused.is_unavailable());
     assert_matches!(wait(SLOT.try_acquire(&pool)), Err(Error::Standby));
     run(conn, "SET default_transaction_read_only = off");
     refuse(conn, "off");
@@ -235,16 +233,6 @@ fn a_lent_connection_that_must_not_write_leaves_its_pool() {
         assert_matches!(done, Err(Error::Standby));
         // It could do something outside the database.
         assert!(!has_worked.get());
-    });
-    leaves(&pool, observer, |conn| {
-        let done: Result<Done, Error> = wait(ONCE.run(
-            conn,
-            work!(|conn| {
-                reply!(execute(conn, "SET TRANSACTION READ ONLY"))?;
-                Ok("")
-            }),
-        ));
-        assert_matches!(done, Err(Error::Standby));
     });
     leaves(&pool, observer, |conn| {
         wait(execute(conn, REFUSE)).unwrap();

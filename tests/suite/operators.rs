@@ -139,8 +139,12 @@ fn an_installation_refers_to_no_operator_of_others() {
                 wait(migrations::check(&pool(&database, 1))).unwrap();
             }),
             ("grants", &|| {
-                psql(&["--set=role=app", "--file=grants.sql"]);
-                psql(&["--set=role=grafana", "--set=reads=1", "--file=grants.sql"]);
+                psql(&["--set=role=app", "--file=migrations/grants.sql"]);
+                psql(&[
+                    "--set=role=grafana",
+                    "--set=reads=1",
+                    "--file=migrations/grants.sql",
+                ]);
             }),
             ("down", &|| run_files("down.sql")),
         ],

@@ -1,7 +1,5 @@
 //! `interlock ps`, `kill`, `doctor` and `install`.
 
-mod support;
-
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -12,7 +10,7 @@ use diesel::connection::SimpleConnection;
 use diesel_interlock::{LockKey, migrations};
 use workbench::{Cluster, Database, Endpoint};
 
-use self::support::*;
+use crate::support::*;
 
 #[test]
 fn ps_shows_locks_without_the_schema_and_all_else_with_it() {

@@ -1,8 +1,6 @@
 //! `interlock doctor` in spoiled set-ups: each is named, and its remedy is pasted, after which it
 //! is named no more.
 
-mod support;
-
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
@@ -12,7 +10,7 @@ use diesel_interlock::migrations;
 use serde_json::Value;
 use workbench::{Cluster, Database};
 
-use self::support::*;
+use crate::support::*;
 
 /// What doctor finds.
 #[track_caller]

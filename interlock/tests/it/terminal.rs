@@ -1,7 +1,5 @@
 //! `interlock run` in a terminal, which `script` of util-linux makes.
 
-mod support;
-
 use std::io::{Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -10,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use workbench::Database;
 
-use self::support::{Session, with_default_signals};
+use crate::support::{Session, with_default_signals};
 
 /// A command in a terminal, where keys are typed and the screen is read.
 struct Terminal {
@@ -86,7 +84,7 @@ impl Terminal {
 
     fn status(&mut self) -> Option<i32> {
         let mut status = None;
-        support::eventually("the terminal is closed", || {
+        crate::support::eventually("the terminal is closed", || {
             status = self.script.try_wait().unwrap();
             status.is_some()
         });

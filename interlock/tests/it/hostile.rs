@@ -1,12 +1,10 @@
 //! `interlock` in a database where others may create functions, operators, types and relations in
 //! `public`, which comes first in the search path.
 
-mod support;
-
 use diesel_interlock::migrations;
 use workbench::{Cluster, Database, Endpoint};
 
-use self::support::*;
+use crate::support::*;
 
 /// A session that finds PostgreSQL's own functions.
 fn session(database: &Database) -> Session {

@@ -1,7 +1,5 @@
 //! `interlock run`, as cron starts it.
 
-mod support;
-
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -11,7 +9,7 @@ use std::process::Stdio;
 
 use workbench::{Cluster, Database, StopMode};
 
-use self::support::*;
+use crate::support::*;
 
 #[test]
 fn the_status_is_that_of_the_command() {

@@ -49,11 +49,21 @@ fn with_a_paused_clock_tries_releases_drops_and_once_work() {
                 assert_matches!(failed, Err(Error::TimedOut));
                 drop(LOCK.try_acquire(&pool).await.unwrap().acquired().unwrap());
                 // A drop leaves its release to a task.
-                while LOCK.try_acquire(&pool).await.unwrap().is_busy() {}
+                let guard = loop {
+                    if let Attempt::Acquired(guard) = LOCK.try_acquire(&pool).await.unwrap() {
+                        break guard;
+                    }
+                };
+                guard.release().await.unwrap();
                 let permit = SLOT.try_acquire(&pool).await.unwrap();
                 permit.admitted().unwrap().release().await.unwrap();
                 drop(SLOT.try_acquire(&pool).await.unwrap().admitted().unwrap());
-                while SLOT.try_acquire(&pool).await.unwrap().is_full() {}
+                let permit = loop {
+                    if let Admission::Admitted(permit) = SLOT.try_acquire(&pool).await.unwrap() {
+                        break permit;
+                    }
+                };
+                permit.release().await.unwrap();
                 let _ = UNITS.check(&pool).await.unwrap();
                 let mut conn = pool.get().await.unwrap();
                 let done = ONCE.run(&mut conn, async |_conn| Ok::<_, Error>("done"));

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use diesel_async::AsyncPgConnection;
 use diesel_interlock::{Async, Pool};
 use tokio::runtime::{Builder, Runtime};
 use workbench::Database;
@@ -74,6 +75,29 @@ fn try_all<F: Future>(database: &Database, operation: impl Fn(PgPool) -> F) {
             let _entered = runtime.enter();
             drop(pool);
         }
+    }
+}
+
+/// The next user of the connection would write into a transaction that nobody commits.
+#[test]
+fn work_under_a_lock_that_has_opened_a_transaction_by_plain_sql() {
+    let database = Database::new();
+    let several = AdvisoryLock::all([&LOCK, &LOCK.key("another")]);
+    for lock in [&LOCK, &several] {
+        try_all(&database, |pool| async move {
+            let work = async |conn: &mut AsyncPgConnection| {
+                execute(conn, "BEGIN").await?;
+                execute(conn, "SELECT 1").await?;
+                Err::<(), _>(Error::TimedOut)
+            };
+            lock.with(&pool, work).await
+        });
+        try_all(&database, |pool| async move {
+            let mut guard = lock.acquire(&pool).await?;
+            execute(guard.conn(), "BEGIN").await?;
+            drop(guard);
+            Ok::<_, Error>(())
+        });
     }
 }
 

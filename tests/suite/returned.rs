@@ -39,6 +39,32 @@ fn a_lock_is_free_when_the_error_of_the_work_is_returned() {
 }
 
 #[test]
+fn on_a_lent_connection_nothing_is_held_when_the_error_of_the_work_is_returned() {
+    static ONCE: Once = Once::named("returned");
+    let database = installed();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    for _ in 0..TIMES {
+        let mut assert_over = |failed: Result<()>| {
+            assert_matches!(failed, Err(Error::TimedOut));
+            assert_eq!(observer.all_held(), 0);
+        };
+        on_one(&pool, |conn| {
+            assert_over(wait(
+                LOCK.with_on(conn, work!(|_conn| Err(Error::TimedOut))),
+            ));
+            assert_over(wait(
+                LOCK.transaction(conn, work!(|_conn| Err(Error::TimedOut))),
+            ));
+            let failed: Result<Done> =
+                wait(ONCE.run(conn, work!(|_conn| Err::<Vec<u8>, _>(Error::TimedOut))));
+            assert_over(failed.map(drop));
+        });
+    }
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
 fn a_slot_is_free_when_the_error_of_the_work_is_returned() {
     let database = installed();
     let pool = pool(&database, 2);

@@ -51,10 +51,15 @@ type Queues = HashMap<What, Vec<Queue>>;
 static QUEUES: LazyLock<Mutex<Queues>> = LazyLock::new(Mutex::default);
 /// The number of awaited things: if it is 0, a release need not look at the queues.
 static NUMBER: AtomicUsize = AtomicUsize::new(0);
+/// How often units of a rate limit were given back in this process, by a reset or a refund.
+static GIVEN_BACK: AtomicUsize = AtomicUsize::new(0);
 
 /// Wakes the oldest waiter for what was released in this process, in each database, so that it
 /// tries at once.
 pub(crate) fn wake_oldest(what: &What) {
+    if matches!(what, What::Units(..)) {
+        GIVEN_BACK.fetch_add(1, Ordering::SeqCst);
+    }
     if NUMBER.load(Ordering::SeqCst) > 0 {
         let now = Instant::now();
         let mut oldest = Vec::new();
@@ -101,8 +106,9 @@ pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Insta
 pub(crate) struct Turns {
     deadline: Option<Instant>,
     units: u32,
-    /// When the last try began.
+    /// When the last try began, and how often units had been given back by then.
     began: Option<Instant>,
+    given_back: usize,
     pause: Duration,
     /// The pause before the next try, where it is known.
     retry_after: Option<Duration>,
@@ -145,6 +151,7 @@ impl Turns {
             deadline,
             units,
             began: None,
+            given_back: 0,
             pause: FIRST_PAUSE,
             retry_after: None,
             trip: Duration::ZERO,
@@ -252,6 +259,7 @@ impl Turns {
                 M::sleep(&alarm, last).await;
             }
         }
+        self.given_back = GIVEN_BACK.load(Ordering::SeqCst);
         let is_first = self.began.replace(Instant::now()).is_none();
         is_first || !self.is_over()
     }
@@ -273,8 +281,12 @@ impl Turns {
 
     /// The next try is useless before `retry_after`, for this waiter and for those behind it, who
     /// want as many units or more.
+    ///
+    /// But units may have been given back while the refusal was on its way, before this waiter was
+    /// in the queue to be woken. Then it tries again at once.
     pub(crate) fn not_before(&mut self, retry_after: Duration) {
-        self.retry_after = Some(retry_after);
+        let is_late = GIVEN_BACK.load(Ordering::SeqCst) != self.given_back;
+        self.retry_after = Some(if is_late { Duration::ZERO } else { retry_after });
     }
 
     /// Retries after `retry_after` at the latest.

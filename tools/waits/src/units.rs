@@ -214,9 +214,8 @@ fn units_that_a_reset_gives_back_are_tried_for_at_once() {
         let world = World::new(5 * MS);
         lock(&world.0).full_at = Instant::now() + Duration::from_secs(100);
         crowd(&world);
-        // When all were refused. A refusal that is on its way when a reset wakes the oldest is not
-        // covered: who joins the queue with it sleeps for as long as it says.
-        let reset = MS / 2 * thread_rng().gen_range(22..50);
+        // Also while refusals are on their way.
+        let reset = MS / 2 * thread_rng().gen_range(2..50);
         // Others want more than there was, so each needs one.
         for _ in 0..4 {
             let world = world.clone();

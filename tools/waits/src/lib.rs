@@ -2,9 +2,9 @@
 //! of, unchanged, over a clock that stands still while somebody works (`clock.rs`) and over locks
 //! whose order shuttle chooses (`sync.rs`). The rest of the crate and the server are stand-ins.
 //!
-//! `scripts/check model` runs thousands of random and PCT schedules of each scenario, from the same seed
-//! each time; `SEED=7 SCHEDULES=100000 scripts/check model locks` runs others. `scripts/check mutations` breaks the
-//! sources in known ways, and checks that a scenario fails for each.
+//! `scripts/check model` runs thousands of random and PCT schedules of each scenario, from the same
+//! seed each time; `SEED=7 SCHEDULES=100000 scripts/check model locks` runs others. `scripts/check
+//! mutations` breaks the sources in known ways, and checks that a scenario fails for each.
 //!
 //! What each scenario states:
 //!

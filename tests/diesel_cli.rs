@@ -122,7 +122,10 @@ impl Drop for Application {
 
 /// How many migrations are ours.
 fn ours() -> usize {
-    fs::read_dir(format!("{ROOT}/migrations")).unwrap().count()
+    let entries = fs::read_dir(format!("{ROOT}/migrations")).unwrap();
+    entries
+        .filter(|entry| entry.as_ref().unwrap().path().is_dir())
+        .count()
 }
 
 #[test]

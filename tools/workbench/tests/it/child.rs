@@ -31,7 +31,11 @@ impl Child {
         fs::create_dir(&temporary).unwrap();
         fs::set_permissions(&temporary, fs::Permissions::from_mode(0o1777)).unwrap();
 
-        let mut process = Command::new(env::current_exe().unwrap())
+        // A signal that these tests inherit as ignored, as from `scripts/test &`, would stay so.
+        const EXEC: &str = "$SIG{INT} = 'DEFAULT'; exec { $ARGV[0] } @ARGV or die $!";
+        let mut process = Command::new("perl")
+            .args(["-e", EXEC])
+            .arg(env::current_exe().unwrap())
             .args(["--exact", "child::a_part_of_another_test", "--nocapture"])
             .env(PART, part)
             .env("TMPDIR", &temporary)

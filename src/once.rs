@@ -311,8 +311,8 @@ impl<P: Pool> Once<P> {
         let done = match transaction.conn.one(&store).await {
             Ok(true) => Ok(Done::First(outcome)),
             Ok(false) | Err(DieselError::NotFound) => Err(Error::TransactionEnded),
-            // The try has found that the server may write, so the work has made the transaction read
-            // only.
+            // The try has found that the server may write, so the work has made the transaction
+            // read only.
             Err(error) if is_read_only(&error) => Err(error.into()),
             Err(error) => Err(classify(transaction.conn, error).await),
         };

@@ -165,8 +165,8 @@ impl<P: Pool> RateLimit<P> {
     /// `timeout`, it returns [`Check::Limited`] at once. It holds no connection while it pauses,
     /// and reserves nothing, so a caller that gives up has taken nothing. No order is promised.
     ///
-    /// It fails with [`Error::TimedOut`] if not even the first check had a reply in time; that check
-    /// may have spent the units. A timeout of zero is the same as [`check`](Self::check).
+    /// It fails with [`Error::TimedOut`] if not even the first check had a reply in time; that
+    /// check may have spent the units. A timeout of zero is the same as [`check`](Self::check).
     pub fn acquire_timeout<'a>(&'a self, pool: &'a P, timeout: Duration) -> Reply<'a, P, Check> {
         P::Mode::drive(async move {
             if timeout.is_zero() {

@@ -105,7 +105,7 @@ macro_rules! keep_commit {
 pub(crate) use keep_commit;
 
 /// The numbers of this crate's own advisory locks, which share the numbers of applications. The
-/// files in `migrations` contain the same numbers, and a test compares. A new one belongs into the
+/// files in `migrations` contain the same numbers, and a test compares. Add a new one to the
 /// table of `docs/reference.md`, too.
 macro_rules! own_lock {
     // Locked by a migration until its transaction ends.

@@ -463,9 +463,9 @@ impl<P: Pool> Owner for Pooled<P> {
 }
 
 impl<P: Pool> Holder<Pooled<P>> {
-    /// Releases the locks after the work: after a success with the errors of the release, and after
-    /// a failure as a drop does. In both cases before it returns, so that a try right after it finds
-    /// the locks free.
+    /// Releases the locks after the work, before it returns, so that a try right after it finds
+    /// them free. After a success it returns the errors of the release; after a failure it releases
+    /// as a drop does.
     pub(super) async fn release_after<T, E: From<Error>>(
         mut self,
         outcome: Result<T, E>,

@@ -22,8 +22,8 @@
 //! the snapshot of the waiter, and the waiter waits for the holder. Because a slice is shorter than
 //! `deadlock_timeout`, it ends this cycle before PostgreSQL reports a deadlock.
 //!
-//! **A wait gets its lock and its time from two settings** that a SELECT in the same message sets. A
-//! `DO` block has no parameters, and `pg_stat_statements` keeps an entry for each text of a `DO`
+//! **A wait gets its lock and its time from two settings** that a SELECT in the same message sets.
+//! A `DO` block has no parameters, and `pg_stat_statements` keeps an entry for each text of a `DO`
 //! block, but replaces the constants of a SELECT.
 
 use std::sync::LazyLock;

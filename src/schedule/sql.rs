@@ -69,8 +69,9 @@ pub(super) fn register(name: &str) -> Statement<BigInt> {
     Statement::new(REGISTER, [name.into()])
 }
 
-/// The attempt, the token and the missed ticks of the run. All are null if the claim is refused: since the look, another instance has taken a tick or has ended
-/// this one, or the schedule was paused.
+/// The attempt, the token and the missed ticks of the run. All are null if the claim is refused:
+/// since the look, another instance has taken a tick or has ended this one, or the schedule was
+/// paused.
 pub(super) type Claim = Statement<(Nullable<Integer>, Nullable<BigInt>, Nullable<Integer>)>;
 pub(super) type Claimed = (Option<i32>, Option<i64>, Option<i32>);
 

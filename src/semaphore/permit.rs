@@ -104,9 +104,9 @@ impl<P: Pool> Permit<P> {
         let _ = self.complete("release", Some(PATIENCE_OF_A_LOOP)).await;
     }
 
-    /// Releases the permit after the work: after a success with the errors of the release, and after
-    /// a failure as a drop does. In both cases before it returns, so that a try right after it finds
-    /// the slot free.
+    /// Releases the permit after the work, before it returns, so that a try right after it finds
+    /// the slot free. After a success it returns the errors of the release; after a failure it
+    /// releases as a drop does.
     async fn release_after<T, E: From<Error>>(self, outcome: Result<T, E>) -> Result<T, E> {
         if outcome.is_ok() {
             self.complete("release", None).await?;

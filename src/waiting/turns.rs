@@ -79,7 +79,7 @@ pub(crate) fn wake_oldest(what: &What) {
 
 /// Delays a newcomer while this process leaves the slots of a service to others, and a moment
 /// longer. So the oldest tries first, and does not mistake what the newcomer takes for the slot of
-/// another process. Whoever has no time for that tries at once.
+/// another process. A newcomer without the time for that tries at once.
 pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Instant>) {
     if NUMBER.load(Ordering::SeqCst) == 0 {
         return;

@@ -7,7 +7,7 @@ use tokio::time::timeout;
 use crate::half::{Check, Error, PgPool, Quota, RateLimit, block_on, polled, pool};
 use crate::support::{assert_pool_whole, installed};
 
-/// What is dropped has so long for its reply. A round that takes longer proves nothing.
+/// How long a dropped call may wait for its reply. A longer round proves nothing.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Nothing of it refills while a test runs.

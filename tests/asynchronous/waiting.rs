@@ -74,7 +74,7 @@ fn tries_that_are_dropped_in_a_crowd_cost_no_connection() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 2, MINUTE);
-    // A drop has so long for its reply, so a round that takes longer proves nothing.
+    // How long a dropped call may wait for its reply. A longer round proves nothing.
     const PATIENCE: Duration = Duration::from_secs(2);
     let (mut round, mut rounds) = (0, 0);
     while round < 12 {

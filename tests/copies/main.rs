@@ -90,7 +90,7 @@ impl Drawn {
         migrations::install(&pool).unwrap();
         migrations::check(&pool).unwrap();
         self.draw(&pool);
-        // Whoever installs afterwards changes nothing.
+        // A second installation changes nothing.
         let conn = &mut copy.connect();
         let base = "SELECT base FROM resource_control.token_base";
         let before = number(conn, base);

@@ -1,7 +1,7 @@
 //! No statement of the crate refers to an operator that somebody else may create.
 //!
 //! PostgreSQL looks in the whole search path for an operator that `pg_catalog` does not have for
-//! exactly these types, so whoever may create operators in `public` would run code as the service.
+//! exactly these types, so a role that may create operators in `public` would run code as the service.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
@@ -61,7 +61,7 @@ fn assert_none_found(cluster: &Cluster, things: &[(&str, &dyn Fn())]) {
 }
 
 #[test]
-fn the_operators_are_found_by_whoever_mixes_types() {
+fn a_statement_that_mixes_types_is_found() {
     let (cluster, database) = with_operators();
     let conn = &mut database.connect();
     for (mixed, plain) in [

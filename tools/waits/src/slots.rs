@@ -83,7 +83,7 @@ impl World {
                 None => break,
             }
         }
-        assert!(has_asked, "whoever waits asks at least once");
+        assert!(has_asked, "a waiter asks at least once");
         None
     }
 }
@@ -131,7 +131,7 @@ fn assert_no_place_is_left() {
 #[test]
 fn slots_of_a_crowd() {
     explore(|| {
-        // Whoever is woken for a release tries at once, because the process does not live on its
+        // A waiter that is woken for a release tries at once, because the process does not live on its
         // own releases for half a second.
         let world = World::new(2, 130 * MS, Duration::ZERO);
         for _ in 0..2 {

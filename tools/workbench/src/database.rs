@@ -81,7 +81,7 @@ impl Database {
 
     /// Fills the schema `public` with functions, types and relations that have the names and the
     /// arguments of PostgreSQL's own, on request also with operators, and puts it first in the
-    /// search path of later sessions. Whoever finds one of them by the search path gets an error,
+    /// search path of later sessions. A statement that finds one of them by the search path fails,
     /// and [`sprung_traps`](Self::sprung_traps) knows.
     pub fn set_traps(&self, has_operators: bool) {
         let conn = &mut self.connect();

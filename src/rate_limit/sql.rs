@@ -143,8 +143,8 @@ const REFUND: &str = concat!(
             FROM part AS p
             WHERE r.name = $1 AND r.key = $2 AND r.since <= $4 AND r.spent_at >= $4
                 AND p.refilled < p.owed
-            RETURNING (pg_catalog.date_part('epoch', p.refilled) * 1000000::double precision)::bigint
-                AS refilled",
+            RETURNING (pg_catalog.date_part('epoch', p.refilled)
+                * 1000000::double precision)::bigint AS refilled",
     commit_async!(),
     "
     ) SELECT pg_catalog.max(refilled) FROM done"

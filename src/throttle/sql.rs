@@ -77,7 +77,8 @@ macro_rules! first {
             "WITH taking AS MATERIALIZED (
                 SELECT ", $every, "::interval AS every,
                     pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended($3,
-                        pg_catalog.hashtextextended($1, ", $is_resource, "::int + ", own_lock!(first_grant), ")))
+                        pg_catalog.hashtextextended($1,
+                            ", $is_resource, "::int + ", own_lock!(first_grant), ")))
                         AS is_ours
             ), granted AS (
                 INSERT INTO resource_control.throttle

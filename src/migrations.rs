@@ -1,8 +1,8 @@
 //! Installs the schema `resource_control`, and runs an application's own migrations once.
 //!
-//! The schema consists of a few SQL files, which [`install`], `diesel_cli` and psql run in the same
-//! way. A file does nothing if its version is recorded in `resource_control.installed_migration`.
-//! So any of these tools may run the files, in any order and at the same time. `DROP SCHEMA
+//! The schema is an SQL file, which [`install`], `diesel_cli` and psql run in the same way. It does
+//! nothing if its version is recorded in `resource_control.installed_migration`. So any of these
+//! tools may run it, also at the same time. Releases that change the schema add files. `DROP SCHEMA
 //! resource_control CASCADE` removes everything.
 
 // **Each file is idempotent and records itself**, under its own transaction lock. So psql,
@@ -56,13 +56,6 @@ macro_rules! files {
 
 const FILES: &[File] = files! {
     "2000-01-01-000001_resource_control" "20000101000001",
-    "2000-01-01-000002_throttles" "20000101000002",
-    "2000-01-01-000003_service_requests" "20000101000003",
-    "2000-01-01-000004_fences" "20000101000004",
-    "2000-01-01-000005_rate_limits" "20000101000005",
-    "2000-01-01-000006_schedules" "20000101000006",
-    "2000-01-01-000007_once" "20000101000007",
-    "2000-01-01-000008_views" "20000101000008",
 };
 
 const SUBJECT: Subject = Subject {

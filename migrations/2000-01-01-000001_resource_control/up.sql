@@ -10,7 +10,7 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- Checked before anything is changed, because the later files need both.
+-- Checked before anything is changed, because what follows needs both.
 IF pg_catalog.current_setting('server_version_num')::integer OPERATOR(pg_catalog.<) 140000 THEN
     RAISE feature_not_supported USING
         MESSAGE = 'diesel_interlock needs PostgreSQL 14 or later, and this is '
@@ -37,12 +37,14 @@ END IF;
 -- Under the caller's search path, the objects below could refer to the caller's own objects.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
+-- == Fencing tokens and names of locks ==
+
 -- Not CREATE SCHEMA IF NOT EXISTS, which needs the right to create a schema even if this one exists.
 IF to_regnamespace('resource_control') IS NULL THEN
     CREATE SCHEMA resource_control;
 END IF;
 
--- Each file inserts its own row, so the schema records the file whatever tool runs it.
+-- The file inserts its own row, so the schema records it whatever tool runs it.
 CREATE TABLE IF NOT EXISTS resource_control.installed_migration (
     version text PRIMARY KEY,
     run_at timestamptz NOT NULL DEFAULT current_timestamp
@@ -168,6 +170,684 @@ COMMENT ON FUNCTION resource_control.next_token(regclass) IS
     'Draws a fencing token from a sequence, and raises the sequence to the floor of the present timeline first if it is below.';
 COMMENT ON FUNCTION resource_control.lock_key(text) IS
     'The number of the advisory lock of a name: 64-bit FNV-1a of its UTF-8 bytes, as a signed number. It never changes.';
+
+-- == Throttles ==
+
+-- Converts an interval to elapsed time, because a day that is added to a timestamptz may have 23 to 25 hours. PostgreSQL
+-- inlines this function.
+CREATE OR REPLACE FUNCTION resource_control.elapsed(span interval) RETURNS interval
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN make_interval(secs => date_part('epoch', span));
+
+-- Throttles whose interval is in the program, and the keys of resources. throttle_interval is the interval of the last grant,
+-- for the views and for pruning. No constraint checks the columns: the crate is the only writer and checks before it sends,
+-- while PostgreSQL would parse a CHECK anew for each grant.
+CREATE TABLE IF NOT EXISTS resource_control.throttle (
+    name text COLLATE pg_catalog."C" NOT NULL,
+    key text COLLATE pg_catalog."C" NOT NULL,
+    last_granted timestamptz NOT NULL DEFAULT '-infinity',
+    throttle_interval interval NOT NULL,
+    details text NOT NULL DEFAULT '',
+    -- Whether this is the key of a resource. Part of the primary key, so that a named throttle may have the same name as a
+    -- resource.
+    is_resource boolean NOT NULL DEFAULT false,
+    PRIMARY KEY (name, key, is_resource)
+) WITH (fillfactor = 50);
+
+-- Resources whose interval is in the database. The type has one label per resource.
+IF to_regtype('resource_control.throttled_resource_enum') IS NULL THEN
+    CREATE TYPE resource_control.throttled_resource_enum AS ENUM ();
+END IF;
+
+-- If somebody has run DROP TYPE … CASCADE, the column with the labels is gone, and the rows are useless without it.
+IF to_regclass('resource_control.throttled_resource') IS NOT NULL AND NOT EXISTS (
+    SELECT FROM pg_attribute
+        WHERE attrelid = to_regclass('resource_control.throttled_resource') AND attname = 'resource_id' AND NOT attisdropped)
+THEN
+    DROP TABLE resource_control.throttled_resource;
+END IF;
+
+CREATE TABLE IF NOT EXISTS resource_control.throttled_resource (
+    resource_id resource_control.throttled_resource_enum PRIMARY KEY,
+    throttle_interval interval NOT NULL
+        CONSTRAINT positive_delays_only CHECK (throttle_interval > '00:00:00')
+        CONSTRAINT a_microsecond_to_1000_years CHECK (date_part('epoch', throttle_interval) BETWEEN 1e-6 AND 31557600000),
+    last_locked timestamptz NOT NULL DEFAULT '-infinity',
+    last_locker_details text NOT NULL DEFAULT ''
+        CONSTRAINT empty_rules CHECK (
+            (last_locked = '-infinity' AND last_locker_details = '')
+            OR (last_locked <> '-infinity' AND length(trim(last_locker_details)) > 0)
+        )
+) WITH (fillfactor = 50);
+
+-- The stored time is read from the clock after the condition was, so two grants are never closer than the interval.
+CREATE OR REPLACE FUNCTION resource_control.lock_throttled_resource(
+    resource_id_var resource_control.throttled_resource_enum,
+    details_var text
+) RETURNS boolean
+    LANGUAGE plpgsql STRICT VOLATILE
+    SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    -- Not FOR UPDATE: it would conflict with the foreign key of a row that an open transaction has inserted.
+    UPDATE resource_control.throttled_resource AS r
+        SET last_locked = clock_timestamp(), last_locker_details = details_var
+        WHERE r.ctid = (
+            SELECT due.ctid FROM resource_control.throttled_resource AS due
+                WHERE due.resource_id = resource_id_var
+                    AND due.last_locked <= clock_timestamp() - resource_control.elapsed(due.throttle_interval)
+                FOR NO KEY UPDATE SKIP LOCKED);
+    IF FOUND THEN
+        IF current_setting('synchronous_commit') IN ('off', 'local') THEN
+            PERFORM set_config('synchronous_commit', 'on', true);
+        END IF;
+        RETURN true;
+    END IF;
+    RETURN false;
+END
+$$;
+
+COMMENT ON FUNCTION resource_control.elapsed(interval) IS
+    'The interval as elapsed time: a day is 24 hours, a month 30 days and a year 365.25 days.';
+COMMENT ON TYPE resource_control.throttled_resource_enum IS
+    'The names of throttled resources. Only its owner can add one.';
+COMMENT ON TABLE resource_control.throttle IS
+    'When each named throttle, and each key of a resource, was granted last.';
+COMMENT ON TABLE resource_control.throttled_resource IS
+    'Resources that are granted at most once per interval.';
+COMMENT ON COLUMN resource_control.throttled_resource.throttle_interval IS
+    'Elapsed time in any time zone: a day is 24 hours, a month 30 days, a year 365.25.';
+COMMENT ON COLUMN resource_control.throttled_resource.last_locked IS
+    'When it was granted last, by the server''s clock; -infinity for never.';
+COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS
+    'Grants the resource if its interval has passed, and returns whether it did. Denies at once while another transaction takes it. Commit at once.';
+
+-- == Semaphores and leaders ==
+
+-- Other clients insert requests, too, so their values must be checked. Domains do this more cheaply than check constraints: a
+-- session compiles the rules of a domain once, but the check constraints of a table for each statement, even for one that
+-- changes none of the columns.
+IF to_regtype('resource_control.service_name') IS NULL THEN
+    CREATE DOMAIN resource_control.service_name AS text COLLATE pg_catalog."C"
+        CONSTRAINT services_have_names CHECK (octet_length(VALUE) BETWEEN 1 AND 1000);
+END IF;
+IF to_regtype('resource_control.slot_number') IS NULL THEN
+    CREATE DOMAIN resource_control.slot_number AS smallint CONSTRAINT slots_count_from_zero CHECK (VALUE >= 0);
+END IF;
+IF to_regtype('resource_control.request_expiry') IS NULL THEN
+    CREATE DOMAIN resource_control.request_expiry AS timestamptz CONSTRAINT requests_expire CHECK (isfinite(VALUE));
+END IF;
+
+-- If somebody has run DROP DOMAIN … CASCADE, a column is gone, and the log is useless without it.
+IF to_regclass('resource_control.service_request') IS NOT NULL AND 3 > (
+    SELECT count(*) FROM pg_attribute
+        WHERE attrelid = to_regclass('resource_control.service_request') AND attname IN ('service', 'slot', 'expires_at')
+            AND NOT attisdropped)
+THEN
+    DROP TABLE resource_control.service_request;
+END IF;
+
+CREATE TABLE IF NOT EXISTS resource_control.service_request (
+    -- The fencing token. CACHE 1, because a session would hand out cached numbers late, and so out of order.
+    id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
+    service resource_control.service_name NOT NULL,
+    slot resource_control.slot_number NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- The default is for clients that insert their own rows and do not know this column.
+    expires_at resource_control.request_expiry NOT NULL DEFAULT clock_timestamp() + '90 seconds',
+    completed_at timestamptz,
+    timed_out_at timestamptz,
+    details text NOT NULL DEFAULT '',
+    -- A random number of the claim, by which its holder recognizes the row. Null for clients that send none.
+    claim bigint
+-- Every request leaves a dead row and dead index entries, so autovacuum should run often, even if the log is long.
+) WITH (
+    autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold = 1000,
+    autovacuum_analyze_scale_factor = 0.01, autovacuum_analyze_threshold = 1000
+);
+
+CREATE UNIQUE INDEX IF NOT EXISTS service_request_in_flight ON resource_control.service_request (service, slot)
+    WHERE completed_at IS NULL AND timed_out_at IS NULL;
+
+-- Never waits for another claim: it only tries advisory locks, skips locked rows, and inserts into a slot only while it holds
+-- the slot's lock.
+CREATE OR REPLACE FUNCTION resource_control.claim_service_request(
+    service text,
+    slots integer,
+    timeout interval,
+    details text DEFAULT '',
+    claim bigint DEFAULT NULL,
+    OUT id bigint,
+    OUT slot smallint,
+    OUT created_at timestamptz,
+    OUT expires_at timestamptz,
+    OUT retry_after interval
+)
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    -- Without these settings, a session would keep plans that it made for an empty table while the table grows.
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
+AS $$
+#variable_conflict use_column
+<<this>>
+DECLARE
+    taken smallint[];
+    next_expiry timestamptz;
+    now timestamptz;
+    is_lowered boolean;
+    live bigint;
+    free smallint[];
+    choices integer;
+    first integer;
+    tries integer;
+    candidate smallint;
+BEGIN
+    IF (octet_length(service) BETWEEN 1 AND 1000 AND slots BETWEEN 1 AND 1000 AND details IS NOT NULL
+        AND timeout > '0' AND timeout <= '1000 years') IS NOT TRUE
+    THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_bad_claim',
+            MESSAGE = 'claim with a service of 1 to 1000 bytes, 1 to 1000 slots, a timeout above zero and up to 1000 years, and details';
+    END IF;
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_isolation',
+            MESSAGE = 'claim at READ COMMITTED, because an older snapshot does not show what others have claimed';
+    END IF;
+    FOR attempt IN 1 .. 3 LOOP
+        -- If the semaphore is full, this read alone decides, without a lock and without a transaction id.
+        SELECT COALESCE(array_agg(r.slot::smallint), '{}'), min(r.expires_at), clock_timestamp(), COALESCE(max(r.slot) >= slots, false)
+            INTO taken, next_expiry, now, is_lowered
+            FROM resource_control.service_request AS r
+            WHERE r.service = claim_service_request.service COLLATE "C" AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+        IF cardinality(taken) >= slots AND next_expiry > now THEN
+            retry_after := next_expiry - now;
+            RETURN;
+        END IF;
+        IF next_expiry <= now THEN
+            -- An expired request keeps its slot until it is marked as timed out. A locked one is skipped, because another
+            -- transaction is ending, renewing or marking it.
+            UPDATE resource_control.service_request AS r SET timed_out_at = clock_timestamp()
+                WHERE r.id = ANY (ARRAY (
+                    SELECT d.id FROM resource_control.service_request AS d
+                        WHERE d.service = claim_service_request.service COLLATE "C"
+                            AND d.completed_at IS NULL AND d.timed_out_at IS NULL AND d.expires_at <= clock_timestamp()
+                        FOR NO KEY UPDATE SKIP LOCKED));
+            CONTINUE WHEN FOUND;
+        END IF;
+        IF is_lowered THEN
+            -- N was lowered, so a free slot alone does not prove that fewer than N requests are in flight. Until no slot from N
+            -- on is in flight, only one claim at a time counts the requests, and the others are refused until that claim
+            -- commits.
+            EXIT WHEN NOT pg_try_advisory_xact_lock(hashtextextended(service COLLATE "C", 20000101000003));
+            SELECT count(*) INTO live
+                FROM resource_control.service_request AS r
+                WHERE r.service = claim_service_request.service COLLATE "C" AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+            EXIT WHEN live >= slots;
+        END IF;
+        -- The commit must wait for the disk: if a crash of the server forgot a permit, the slot would get a second holder.
+        IF current_setting('synchronous_commit') IN ('off', 'local') THEN
+            PERFORM set_config('synchronous_commit', 'on', true);
+        END IF;
+        -- Start at a random slot, so that concurrent claims seldom try the same one. If most slots are taken, one query finds
+        -- the free ones, and otherwise no query is needed.
+        free := NULL;
+        IF 4 * cardinality(taken) > 3 * slots THEN
+            free := ARRAY (SELECT g.slot FROM generate_series(0, slots - 1) AS g (slot) WHERE g.slot NOT IN (SELECT unnest(taken)));
+        END IF;
+        choices := COALESCE(cardinality(free), slots);
+        first := floor(random() * choices);
+        tries := 0;
+        FOR i IN first .. first + choices - 1 LOOP
+            candidate := i % choices;
+            IF free IS NULL THEN
+                CONTINUE WHEN candidate = ANY (taken);
+            ELSE
+                candidate := free[1 + candidate];
+            END IF;
+            EXIT WHEN tries = 16;
+            tries := tries + 1;
+            -- A claim draws its id after it has seen the slot free, and while it holds the slot's lock, which it keeps until
+            -- its commit. So the ids of a slot ascend.
+            CONTINUE WHEN NOT pg_try_advisory_xact_lock(hashtextextended(service COLLATE "C", 20000101000004 + candidate));
+            INSERT INTO resource_control.service_request AS r (id, service, slot, created_at, expires_at, details, claim)
+                OVERRIDING SYSTEM VALUE
+                SELECT resource_control.next_token('resource_control.service_request_id_seq'), claim_service_request.service, this.candidate, c.now,
+                        c.now + resource_control.elapsed(claim_service_request.timeout), claim_service_request.details,
+                        claim_service_request.claim
+                    FROM (SELECT clock_timestamp() AS now) AS c
+                    WHERE NOT EXISTS (
+                        SELECT FROM resource_control.service_request AS d
+                            WHERE d.service = claim_service_request.service COLLATE "C"
+                                AND d.slot = this.candidate
+                                AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
+                    AND (this.is_lowered OR NOT EXISTS (
+                        SELECT FROM resource_control.service_request AS d
+                            WHERE d.service = claim_service_request.service COLLATE "C"
+                                AND d.slot >= claim_service_request.slots
+                                AND d.completed_at IS NULL AND d.timed_out_at IS NULL))
+                -- A conflict is possible only with a client that inserts without the slot's lock.
+                ON CONFLICT (service, slot) WHERE completed_at IS NULL AND timed_out_at IS NULL DO NOTHING
+                RETURNING r.id, r.slot::smallint, r.created_at, r.expires_at::timestamptz INTO id, slot, created_at, expires_at;
+            IF FOUND THEN
+                RETURN;
+            END IF;
+        END LOOP;
+    END LOOP;
+    -- Other transactions are claiming or freeing the remaining slots just now.
+    retry_after := '5 ms';
+END
+$$;
+
+CREATE OR REPLACE FUNCTION resource_control.complete_service_request(
+    service text,
+    id bigint,
+    is_async boolean DEFAULT false,
+    claim bigint DEFAULT NULL
+) RETURNS boolean
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    is_in_time boolean;
+BEGIN
+    IF is_async THEN
+        -- If a crash of the server loses this commit, the slot is free after its timeout anyway.
+        PERFORM set_config('synchronous_commit', 'off', true);
+    END IF;
+    -- The clock is read once, and again after a wait for the row, as another transaction renews it: a sub-select in FROM would keep
+    -- the time from before the wait. COALESCE keeps the planner from using the index of requests in flight, which a search by id
+    -- would have to read as a whole.
+    UPDATE resource_control.service_request AS r
+        SET (completed_at, timed_out_at) = (
+            SELECT CASE WHEN r.expires_at > c.now THEN c.now END, CASE WHEN r.expires_at <= c.now THEN c.now END
+                FROM (SELECT clock_timestamp() AS now) AS c)
+        WHERE r.id = complete_service_request.id AND r.service = complete_service_request.service COLLATE "C"
+            AND (complete_service_request.claim IS NULL OR r.claim = complete_service_request.claim)
+            AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
+        RETURNING r.completed_at IS NOT NULL INTO is_in_time;
+    IF NOT FOUND AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_isolation',
+            MESSAGE = 'complete at READ COMMITTED, because an older snapshot does not show a request that is newer';
+    END IF;
+    RETURN COALESCE(is_in_time, false);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION resource_control.renew_service_request(
+    service text,
+    id bigint,
+    timeout interval,
+    claim bigint DEFAULT NULL
+) RETURNS boolean
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+BEGIN
+    IF (timeout > '0' AND timeout <= '1000 years') IS NOT TRUE THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_bad_renewal',
+            MESSAGE = 'renew with a timeout above zero and up to 1000 years';
+    END IF;
+    IF current_setting('synchronous_commit') IN ('off', 'local') THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    UPDATE resource_control.service_request AS r
+        SET expires_at = GREATEST(r.expires_at, clock_timestamp() + resource_control.elapsed(timeout))
+        WHERE r.id = renew_service_request.id AND r.service = renew_service_request.service COLLATE "C"
+            AND (renew_service_request.claim IS NULL OR r.claim = renew_service_request.claim)
+            AND COALESCE(r.completed_at, r.timed_out_at) IS NULL AND r.expires_at > clock_timestamp();
+    IF FOUND THEN
+        RETURN true;
+    END IF;
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_isolation',
+            MESSAGE = 'renew at READ COMMITTED, because an older snapshot does not show a request that is newer';
+    END IF;
+    RETURN false;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION resource_control.prune_service_requests(older_than interval, batch integer) RETURNS integer
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    before timestamptz;
+    last bigint := 0;
+    old bigint[];
+    is_young boolean;
+    pruned integer := 0;
+    deleted integer;
+BEGIN
+    IF older_than < '0' OR older_than > '1000 years' OR batch < 1 THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_bad_pruning',
+            MESSAGE = 'prune with an age of zero to 1000 years, and a batch of 1 at least';
+    END IF;
+    before := clock_timestamp() - resource_control.elapsed(older_than);
+    -- Read from the oldest id on until the requests are too young, so the rest of the log is not read.
+    WHILE pruned < batch AND is_young IS NOT TRUE LOOP
+        SELECT max(r.id), bool_and(r.created_at >= before),
+                array_agg(r.id) FILTER (WHERE COALESCE(r.completed_at, r.timed_out_at, r.expires_at) < before)
+            INTO last, is_young, old
+            FROM (
+                SELECT d.* FROM resource_control.service_request AS d
+                    WHERE d.id > last ORDER BY d.id LIMIT LEAST(batch - pruned, 1000)
+            ) AS r;
+        EXIT WHEN last IS NULL;
+        DELETE FROM resource_control.service_request AS r
+            WHERE r.id = ANY (ARRAY (
+                SELECT d.id FROM resource_control.service_request AS d
+                    WHERE d.id = ANY (old) AND COALESCE(d.completed_at, d.timed_out_at, d.expires_at) < before
+                    FOR UPDATE SKIP LOCKED));
+        GET DIAGNOSTICS deleted = ROW_COUNT;
+        pruned := pruned + deleted;
+    END LOOP;
+    RETURN pruned;
+END
+$$;
+
+COMMENT ON TABLE resource_control.service_request IS
+    'Requests to services that take a limited number at a time, in flight or ended.';
+COMMENT ON COLUMN resource_control.service_request.expires_at IS
+    'From this time on the request is not in flight, even if it is not marked.';
+COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
+    'When the next claim of the service, or a late completion, found it expired.';
+COMMENT ON COLUMN resource_control.service_request.claim IS
+    'A random number that the claim has brought. Null for clients that bring none.';
+COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text, bigint) IS
+    'Claims one of the slots 0 to slots - 1 of the service. The id is the fencing token. If id is null, no slot is free, and retry_after tells when to ask again. The claim, a random number, is stored in the row, so that its holder can prove later that the row is the one it has claimed. Call it at READ COMMITTED and commit at once.';
+COMMENT ON FUNCTION resource_control.complete_service_request(text, bigint, boolean, bigint) IS
+    'Ends the request and frees its slot. Returns false if it had ended or timed out before, or is of another service or, if one is given, another claim. With is_async, the transaction commits without waiting for the disk.';
+COMMENT ON FUNCTION resource_control.renew_service_request(text, bigint, interval, bigint) IS
+    'Extends the request to the given timeout from now, and returns whether it was in flight and, if a claim is given, has that claim. Never shortens it.';
+COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
+    'Deletes at most batch requests that ended or expired longer ago than older_than, the oldest first, and returns how many.';
+
+-- == Fences ==
+
+CREATE TABLE IF NOT EXISTS resource_control.fence (
+    name text COLLATE pg_catalog."C" PRIMARY KEY CONSTRAINT fences_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
+    token bigint NOT NULL
+) WITH (fillfactor = 50);
+
+CREATE OR REPLACE FUNCTION resource_control.pass_fence(name text, token bigint) RETURNS boolean
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+AS $$
+#variable_conflict use_column
+BEGIN
+    IF current_setting('synchronous_commit') IN ('off', 'local') THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    INSERT INTO resource_control.fence AS f (name, token)
+        VALUES (pass_fence.name, pass_fence.token)
+        ON CONFLICT ON CONSTRAINT fence_pkey
+            DO UPDATE SET token = EXCLUDED.token WHERE f.token <= EXCLUDED.token;
+    RETURN FOUND;
+END
+$$;
+
+COMMENT ON TABLE resource_control.fence IS
+    'The largest fencing token that has passed each fence.';
+COMMENT ON FUNCTION resource_control.pass_fence(text, bigint) IS
+    'Passes a fence with a token, unless a larger token has passed it, and returns whether the token passed. Call it inside the transaction that writes what the fence protects, and roll that transaction back if it returns false.';
+
+-- == Rate limits ==
+
+-- The generic cell rate algorithm. A key without a row is full. Do not reorder the three times: a statement that spends units
+-- evaluates them in the order of these columns, each by the clock, and the limit holds only in that order.
+CREATE TABLE IF NOT EXISTS resource_control.rate_limit (
+    name text COLLATE pg_catalog."C" NOT NULL,
+    key text COLLATE pg_catalog."C" NOT NULL,
+    since timestamptz NOT NULL,
+    spent_at timestamptz NOT NULL,
+    full_at timestamptz NOT NULL,
+    unit_us float8 NOT NULL,
+    burst bigint NOT NULL,
+    PRIMARY KEY (name, key)
+) WITH (fillfactor = 50);
+
+-- Converts full_at to another quota, under which a unit takes wanted_us to refill: the key owes as many units as before. What
+-- takes longer than 100,000 years counts as so long, because a timestamp ends in 294276. PostgreSQL inlines this function.
+CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamptz, unit_us float8, wanted_us float8)
+    RETURNS timestamptz
+    LANGUAGE sql VOLATILE
+    RETURN CASE WHEN unit_us = wanted_us OR full_at <= clock_timestamp() THEN full_at
+        ELSE make_interval(secs => LEAST(date_part('epoch', full_at - clock_timestamp()) * (wanted_us / unit_us),
+            '3155760000000'::double precision)) + clock_timestamp() END;
+
+COMMENT ON FUNCTION resource_control.rate_limit_full_at(timestamptz, float8, float8) IS
+    'When a key is full under another quota, whose unit takes wanted_us microseconds to refill: '
+    'it owes as many units as before.';
+COMMENT ON TABLE resource_control.rate_limit IS
+    'What the keys of rate limits owe. A key without a row is full.';
+COMMENT ON COLUMN resource_control.rate_limit.since IS
+    'From when on the quota of this row is in force.';
+COMMENT ON COLUMN resource_control.rate_limit.spent_at IS
+    'When units were spent last, by the server''s clock.';
+COMMENT ON COLUMN resource_control.rate_limit.full_at IS
+    'When the key is full again if no more units are spent.';
+COMMENT ON COLUMN resource_control.rate_limit.unit_us IS
+    'How many microseconds refill a unit, under the quota of this row.';
+COMMENT ON COLUMN resource_control.rate_limit.burst IS
+    'How many units a full key has, under the quota of this row.';
+
+-- == Schedules ==
+
+CREATE TABLE IF NOT EXISTS resource_control.schedule (
+    name text COLLATE pg_catalog."C" PRIMARY KEY CONSTRAINT schedules_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
+    tick timestamptz NOT NULL,
+    attempt integer NOT NULL DEFAULT 0,
+    missed integer NOT NULL DEFAULT 0,
+    token bigint NOT NULL DEFAULT 0,
+    runner text NOT NULL DEFAULT '',
+    started_at timestamptz,
+    expires_at timestamptz,
+    ended_at timestamptz,
+    error text,
+    claim bigint,
+    paused_at timestamptz
+) WITH (fillfactor = 50);
+
+COMMENT ON TABLE resource_control.schedule IS
+    'The tick of each schedule that ran last, and how it ended.';
+COMMENT ON COLUMN resource_control.schedule.tick IS
+    'The tick that was taken last, or when the schedule was first seen.';
+COMMENT ON COLUMN resource_control.schedule.attempt IS
+    'How many runs of this tick have begun, without those that gave it back.';
+COMMENT ON COLUMN resource_control.schedule.missed IS
+    'How many ticks before this one were missed and are not run.';
+COMMENT ON COLUMN resource_control.schedule.token IS
+    'The fencing token of the run, which grows from run to run.';
+COMMENT ON COLUMN resource_control.schedule.claim IS
+    'A random number of the claim, by which the run knows its row.';
+COMMENT ON COLUMN resource_control.schedule.paused_at IS
+    'Since when the schedule takes no tick. Null if it is not paused.';
+COMMENT ON COLUMN resource_control.schedule.expires_at IS
+    'Until when the run holds the tick. Null once ended; past if crashed or given back.';
+COMMENT ON COLUMN resource_control.schedule.ended_at IS
+    'When the run ended the tick or gave it back. Null while it runs or crashed.';
+COMMENT ON COLUMN resource_control.schedule.error IS
+    'What the run has failed with. Null if it has not.';
+
+-- == Once ==
+
+CREATE TABLE IF NOT EXISTS resource_control.once (
+    name text COLLATE pg_catalog."C" NOT NULL,
+    key text COLLATE pg_catalog."C" NOT NULL,
+    outcome bytea NOT NULL,
+    done_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (name, key)
+);
+
+-- Volatile, so that the function sees what was committed after its caller's statement began and before that statement took the
+-- lock.
+CREATE OR REPLACE FUNCTION resource_control.once_outcome(name text, key text) RETURNS bytea
+    LANGUAGE sql VOLATILE
+    RETURN (SELECT o.outcome FROM resource_control.once AS o WHERE o.name = once_outcome.name AND o.key = once_outcome.key);
+
+COMMENT ON TABLE resource_control.once IS
+    'What was done once, and what came of it.';
+COMMENT ON COLUMN resource_control.once.outcome IS
+    'What the work has returned.';
+COMMENT ON COLUMN resource_control.once.done_at IS
+    'When the work had ended, by the server''s clock.';
+COMMENT ON FUNCTION resource_control.once_outcome(text, text) IS
+    'What came of the work with this name and key, and null if it was not done.';
+
+-- == Views, and the base of fencing tokens ==
+
+CREATE OR REPLACE VIEW resource_control.advisory_lock AS
+    SELECT CASE WHEN l.objsubid = 1 THEN (l.classid::bigint << 32) | l.objid::bigint END AS number,
+            CASE WHEN l.objsubid = 2 THEN l.classid::bigint::bit(32)::integer END AS first,
+            CASE WHEN l.objsubid = 2 THEN l.objid::bigint::bit(32)::integer END AS second,
+            l.mode = 'ShareLock' AS is_shared,
+            l.granted AS is_held,
+            l.pid,
+            COALESCE(a.application_name, '') AS application_name,
+            a.usename::text AS role,
+            host(a.client_addr) AS client,
+            a.state,
+            a.xact_start AS transaction_since,
+            l.waitstart AS waiting_since,
+            CASE WHEN l.granted THEN '{}' ELSE pg_blocking_pids(l.pid) END AS blocked_by
+        FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+        WHERE l.locktype = 'advisory' AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database());
+
+CREATE OR REPLACE VIEW resource_control.slot_in_flight AS
+    -- Not the domains, because PostgreSQL has no operator for exactly a domain, and would look for one in the whole search path of
+    -- whoever filters the rows.
+    SELECT r.id, r.service::text AS service, r.slot::smallint AS slot, r.created_at, r.expires_at::timestamptz AS expires_at,
+            r.expires_at - clock_timestamp() AS remaining, r.details
+        FROM resource_control.service_request AS r
+        WHERE r.completed_at IS NULL AND r.timed_out_at IS NULL AND r.expires_at > clock_timestamp();
+
+CREATE OR REPLACE VIEW resource_control.throttle_state AS
+    SELECT t.name, t.key, t.is_resource, t.throttle_interval, t.last_granted, t.details,
+            t.last_granted + t.throttle_interval AS due_at,
+            COALESCE(t.last_granted + t.throttle_interval <= clock_timestamp(), true) AS is_due
+        FROM (
+            SELECT n.name, n.key, n.is_resource, resource_control.elapsed(n.throttle_interval) AS throttle_interval,
+                    NULLIF(n.last_granted, '-infinity') AS last_granted, n.details
+                FROM resource_control.throttle AS n
+            UNION ALL
+            SELECT r.resource_id::text, '', true, resource_control.elapsed(r.throttle_interval),
+                    NULLIF(r.last_locked, '-infinity'), r.last_locker_details
+                FROM resource_control.throttled_resource AS r
+        ) AS t;
+
+CREATE OR REPLACE VIEW resource_control.rate_limit_state AS
+    SELECT r.name, r.key, r.burst, GREATEST(floor(r.burst - r.owed), 0)::bigint AS remaining, r.owed / r.burst AS used,
+            r.full_at, r.spent_at
+        FROM (
+            SELECT k.*, GREATEST(date_part('epoch', k.full_at - clock_timestamp()) * 1000000 / k.unit_us, 0) AS owed
+                FROM resource_control.rate_limit AS k
+        ) AS r;
+
+-- A leader holds the only slot of a service that is named with the word leader and the election's name, in which spaces and
+-- backslashes are escaped. The view removes the prefix and the escapes.
+CREATE OR REPLACE VIEW resource_control.leader AS
+    SELECT regexp_replace(s.service, '^leader |\\(.)', '\1', 'g') AS name, s.details AS holder, s.created_at AS since,
+            s.expires_at AS until, s.id AS token
+        FROM resource_control.slot_in_flight AS s
+        WHERE starts_with(s.service, 'leader ') AND s.slot = 0;
+
+CREATE OR REPLACE VIEW resource_control.schedule_state AS
+    SELECT s.name,
+            CASE
+                WHEN s.started_at IS NULL THEN 'new'
+                WHEN s.expires_at > clock_timestamp() THEN 'running'
+                WHEN s.expires_at IS NULL THEN CASE WHEN s.error IS NULL THEN 'done' ELSE 'failed' END
+                WHEN s.ended_at IS NULL THEN 'crashed'
+                ELSE 'given back'
+            END AS state,
+            CASE WHEN s.started_at IS NOT NULL THEN s.tick END AS tick,
+            s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error, s.paused_at
+        FROM resource_control.schedule AS s;
+
+-- Sets a new base for the timelines if this database is a copy, or anew in any case. All tokens are then larger than those that
+-- the sequences and the rows show. Returns whether a new base was set, and null if this is a copy and the role may not set it.
+CREATE OR REPLACE FUNCTION resource_control.set_token_base(anew boolean DEFAULT false) RETURNS boolean
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    SET lock_timeout = 0
+AS $$
+DECLARE
+    -- A larger token in a row was not drawn from a sequence, and after it no range would be left.
+    no_token CONSTANT bigint := 1::bigint << 62;
+    -- Microseconds since 2026, and of a day.
+    age CONSTANT bigint := GREATEST(date_part('epoch', clock_timestamp()) * 1000000 - 1767225600000000, 0);
+    day CONSTANT bigint := 86400000000;
+    timeline bigint := 1;
+    largest bigint;
+    range bigint;
+BEGIN
+    IF NOT (anew OR resource_control.is_copy()) THEN
+        RETURN false;
+    END IF;
+    -- Only one session at a time, because a slower one would set the sequences back.
+    PERFORM pg_advisory_xact_lock(20000101000009);
+    IF NOT (anew OR resource_control.is_copy()) THEN
+        RETURN false;
+    END IF;
+    BEGIN
+        timeline := ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
+    EXCEPTION WHEN OTHERS THEN
+        -- Then token_floor() cannot read it either.
+    END;
+    -- Logical replication copies rows and no sequences, and a sequence has not yet reached the range of a base that is new.
+    SELECT max(d.token) INTO largest FROM (
+        SELECT s.last_value FROM resource_control.fencing_token AS s WHERE s.is_called
+        UNION ALL SELECT s.last_value FROM resource_control.service_request_id_seq AS s WHERE s.is_called
+        UNION ALL SELECT max(r.id) FROM resource_control.service_request AS r WHERE r.id < no_token
+        UNION ALL SELECT max(s.token) FROM resource_control.schedule AS s WHERE s.token < no_token
+        UNION ALL SELECT max(f.token) FROM resource_control.fence AS f WHERE f.token < no_token
+        UNION ALL SELECT b.base + timeline - 1 << 40 FROM resource_control.token_base AS b WHERE b.base < no_token >> 40
+    ) AS d (token);
+    DELETE FROM resource_control.token_base;
+    IF FOUND OR largest > 0 THEN
+        -- The next range, because the original may have drawn more tokens since it was copied. And at least the range of today,
+        -- because the original may also have been promoted since, which happens less than once a day.
+        range := GREATEST((largest >> 40) + 1, age / day);
+        -- Within the range, a later copy of the same original begins later: by more than is drawn in the meantime.
+        PERFORM setval(s.sequence, (range << 40) + age % day * 4)
+            FROM (VALUES ('resource_control.fencing_token'::regclass), ('resource_control.service_request_id_seq')) AS s (sequence);
+    END IF;
+    INSERT INTO resource_control.token_base (identity, base)
+        VALUES (COALESCE(resource_control.database_identity(), ''), COALESCE(range, 0) + 1 - timeline)
+        -- Makes a row that an older snapshot does not show a serialization failure, after which the crate repeats the call.
+        ON CONFLICT DO NOTHING;
+    RETURN true;
+EXCEPTION WHEN insufficient_privilege THEN
+    IF anew THEN
+        RAISE;
+    END IF;
+    RETURN NULL;
+END
+$$;
+
+PERFORM resource_control.set_token_base();
+
+COMMENT ON FUNCTION resource_control.set_token_base(boolean) IS
+    'Lets tokens go on above all that are known if this database is a copy, or anew in any case. Returns whether it did, and null if this is a copy and the role may not do so.';
+COMMENT ON VIEW resource_control.advisory_lock IS
+    'Who holds the advisory locks of this database, and who waits for them on the server, and for whom. A lock is a number, or first and second.';
+COMMENT ON VIEW resource_control.slot_in_flight IS
+    'The slots of semaphores that are in use.';
+COMMENT ON VIEW resource_control.throttle_state IS
+    'When throttles of both kinds are due.';
+COMMENT ON VIEW resource_control.rate_limit_state IS
+    'How many units the keys of rate limits have left, and how much of the burst is used: 0 for a full key, 1 for one that is limited.';
+COMMENT ON VIEW resource_control.leader IS
+    'Who leads what, since when, and until when unless the term is renewed.';
+COMMENT ON VIEW resource_control.schedule_state IS
+    'The tick of each schedule that ran last, and whether it is new, running, done, failed, crashed or given back; and since when the schedule is paused.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000001');
 PERFORM pg_catalog.set_config('search_path', callers_path, true);

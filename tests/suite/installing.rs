@@ -76,7 +76,7 @@ fn a_check_changes_nothing_and_says_what_is_missing() {
     assert_matches!(check(), Err(Error::Incomplete { .. }));
     run(
         conn,
-        "DELETE FROM resource_control.installed_migration WHERE version = '20000101000004'",
+        "DELETE FROM resource_control.installed_migration WHERE version = '20000101000001'",
     );
     assert_matches!(check(), Err(Error::NotInstalled));
     wait(migrations::install(&pool)).unwrap();
@@ -302,7 +302,7 @@ fn a_file_that_fails_leaves_nothing_and_says_why() {
     assert_matches!(
         failed,
         Err(Error::Migration {
-            version: "20000101000002",
+            version: "20000101000001",
             ..
         })
     );
@@ -312,7 +312,10 @@ fn a_file_that_fails_leaves_nothing_and_says_why() {
             .to_string()
             .contains("no changes on Fridays")
     );
-    assert_eq!(number(conn, RECORDED), 1);
+    assert_eq!(
+        text(conn, "to_regnamespace('resource_control') IS NULL"),
+        "true"
+    );
     assert_eq!(Observer::of(&database).in_transaction(), 0);
     run(conn, "DROP EVENT TRIGGER refuse");
     wait(migrations::install(&pool)).unwrap();
@@ -354,7 +357,7 @@ fn objects_of_the_same_names_ahead_in_the_search_path_are_not_used() {
 
 #[test]
 fn each_release_leaves_what_a_newer_one_has_added_and_adds_what_an_older_one_lacks() {
-    for older in 0..directories().len() {
+    for older in 0..=directories().len() {
         let database = Database::new();
         let conn = &mut database.connect();
         for directory in &directories()[..older] {

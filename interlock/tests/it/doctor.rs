@@ -261,7 +261,7 @@ fn tables_and_views_that_were_changed_are_repaired() {
         ),
         (
             "DELETE FROM resource_control.installed_migration WHERE version =
-            '20000101000004'",
+            '20000101000001'",
             "migrations of this release are pending",
         ),
     ]);

@@ -589,7 +589,7 @@ fn doctor_names_what_is_wrong_with_the_schema() {
     session.sql("DROP TABLE resource_control.fence");
     doctor_says(url, "", "fail", "lacks fence");
     session
-        .sql("DELETE FROM resource_control.installed_migration WHERE version = '20000101000004'");
+        .sql("DELETE FROM resource_control.installed_migration WHERE version = '20000101000001'");
     doctor_says(url, "", "fail", "not installed");
     let latin = Database::with_encoding("LATIN1");
     doctor_says(

@@ -687,10 +687,16 @@ CREATE TABLE IF NOT EXISTS resource_control.once (
 );
 
 -- Volatile, so that the function sees what was committed after its caller's statement began and before that statement took the
--- lock.
+-- lock. In PL/pgSQL, because a session keeps the plan of such a function, but plans a volatile SQL function at each call.
 CREATE OR REPLACE FUNCTION resource_control.once_outcome(name text, key text) RETURNS bytea
-    LANGUAGE sql VOLATILE
-    RETURN (SELECT o.outcome FROM resource_control.once AS o WHERE o.name = once_outcome.name AND o.key = once_outcome.key);
+    LANGUAGE plpgsql VOLATILE
+AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN (SELECT o.outcome FROM resource_control.once AS o
+        WHERE o.name = once_outcome.name COLLATE pg_catalog."C" AND o.key = once_outcome.key COLLATE pg_catalog."C");
+END
+$$;
 
 COMMENT ON TABLE resource_control.once IS
     'What was done once, and what came of it.';

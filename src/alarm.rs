@@ -40,7 +40,6 @@ impl Alarm {
     }
 
     /// An alarm that is never due until it is set. It needs no timer.
-    #[cfg(feature = "async")]
     pub(crate) fn unset() -> Self {
         Self {
             state: Mutex::new((None, None)),

@@ -144,7 +144,7 @@ pub use self::once::Done;
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
 pub use self::pool::{ConnectionOf, Pool, PoolConnection, Reply, drain};
-pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
+pub use self::rate_limit::{Check, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 

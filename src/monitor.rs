@@ -9,14 +9,14 @@
 //! ```
 //! use diesel::prelude::*;
 //! use diesel_interlock::LockKey;
-//! use diesel_interlock::monitor::{KeyOfLimit, Lock, views};
+//! use diesel_interlock::monitor::{RateLimitState, Lock, views};
 //!
 //! # let database = workbench::Database::new();
 //! # diesel_interlock::migrations::install(&database.pool(1))?;
 //! # let conn = &mut database.connect();
 //! let nightly = Lock::of(&LockKey::named("nightly report"));
 //! let holders = nightly.filter(views::advisory_lock::is_held).load(conn)?;
-//! let nearly = KeyOfLimit::all().filter(views::rate_limit_state::used.ge(0.8));
+//! let nearly = RateLimitState::all().filter(views::rate_limit_state::used.ge(0.8));
 //! let nearly_limited = nearly.load(conn)?;
 //! # assert!(holders.is_empty() && nearly_limited.is_empty());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -156,7 +156,7 @@ pub struct ThrottleState {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = rate_limit_state, check_for_backend(Pg))]
 #[non_exhaustive]
-pub struct KeyOfLimit {
+pub struct RateLimitState {
     /// The name of the limit.
     pub name: String,
     /// The key. Empty without one.
@@ -188,7 +188,7 @@ pub struct Leadership {
     /// When the term ends, unless it is renewed.
     pub until: DateTime<Utc>,
     /// The fencing token of the term.
-    pub token: i64,
+    pub fencing_token: i64,
 }
 
 /// A schedule, with the tick that ran last.
@@ -248,7 +248,7 @@ all! {
     Lock advisory_lock,
     Slot slot_in_flight,
     ThrottleState throttle_state,
-    KeyOfLimit rate_limit_state,
+    RateLimitState rate_limit_state,
     Leadership leader,
     ScheduleState schedule_state,
     ServiceRequest service_request,

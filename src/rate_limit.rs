@@ -18,7 +18,7 @@ use diesel::expression::QueryMetadata;
 use diesel::pg::Pg;
 use diesel::sql_types::BigInt;
 
-pub use self::check::{Check, CheckAll, Limited, Spent, State};
+pub use self::check::{Check, KeyState, Limited, Spent};
 pub use self::local::{LocalCheck, LocalRateLimit};
 pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
@@ -179,7 +179,7 @@ impl<P: Pool> RateLimit<P> {
     }
 
     /// Reads how many units the key has, and spends nothing. One round trip.
-    pub fn peek<'a>(&'a self, pool: &'a P) -> Reply<'a, P, State> {
+    pub fn peek<'a>(&'a self, pool: &'a P) -> Reply<'a, P, KeyState> {
         P::Mode::drive(self.look(pool))
     }
 
@@ -284,11 +284,11 @@ impl<P: Pool> RateLimit<P> {
         last
     }
 
-    async fn look(&self, pool: &P) -> Result<State> {
+    async fn look(&self, pool: &P) -> Result<KeyState> {
         let (call, _) = self.call()?;
         let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, [sql::look(&[call])]).await?;
         let full_in = full_in.first().copied().map_or(0, difference);
-        Ok(State::new(self.name, self.quota, call.quota, full_in))
+        Ok(KeyState::new(self.name, self.quota, call.quota, full_in))
     }
 
     #[cfg(feature = "testing")]
@@ -373,7 +373,7 @@ impl<P: Pool> RateLimit<P> {
     }
 
     fn read(&self, call: &Call<'_>, (is_allowed, at, full_in, _): Row) -> Check {
-        let state = State::new(self.name, self.quota, call.quota, difference(full_in));
+        let state = KeyState::new(self.name, self.quota, call.quota, difference(full_in));
         Check::new(state, call.quota, self.cost, is_allowed, at)
     }
 

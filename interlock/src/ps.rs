@@ -38,7 +38,7 @@ pub(crate) const VIEWS: [(&str, &str, &[&str]); 3] = [
     ),
     (
         "leaders",
-        "SELECT name, holder, since, until, token, date_part('epoch', clock_timestamp() -
+        "SELECT name, holder, since, until, fencing_token AS token, date_part('epoch', clock_timestamp() -
             since)::bigint AS age,
                 date_part('epoch', until - clock_timestamp())::bigint AS expires
             FROM resource_control.leader ORDER BY name",

@@ -760,7 +760,7 @@ CREATE OR REPLACE VIEW resource_control.rate_limit_state AS
 -- backslashes are escaped. The view removes the prefix and the escapes.
 CREATE OR REPLACE VIEW resource_control.leader AS
     SELECT regexp_replace(s.service, '^leader |\\(.)', '\1', 'g') AS name, s.details AS holder, s.created_at AS since,
-            s.expires_at AS until, s.id AS token
+            s.expires_at AS until, s.id AS fencing_token
         FROM resource_control.slot_in_flight AS s
         WHERE starts_with(s.service, 'leader ') AND s.slot = 0;
 

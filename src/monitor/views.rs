@@ -68,7 +68,7 @@ diesel::table! {
         holder -> Text,
         since -> Timestamptz,
         until -> Timestamptz,
-        token -> Int8,
+        fencing_token -> Int8,
     }
 }
 

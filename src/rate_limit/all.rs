@@ -2,7 +2,7 @@
 
 use diesel::data_types::{PgInterval, PgTimestamp};
 
-use super::check::{Check, CheckAll, Limited, Spent, State};
+use super::check::{Check, KeyState, Limited, Spent};
 use super::sql::{self, Commit};
 use super::{RETRIES, RateLimit};
 use crate::call::ask;
@@ -18,16 +18,16 @@ impl<P: Pool> RateLimit<P> {
     /// Checks several limits, and spends either the units of all of them or none.
     ///
     /// ```
-    /// use diesel_interlock::{CheckAll, Error, PgPool, Quota, RateLimit};
+    /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
     ///
     /// static ALL: RateLimit = RateLimit::named("api", Quota::per_second(500));
     /// static CUSTOMER: RateLimit = RateLimit::named("customer", Quota::per_minute(100).burst(20));
     ///
     /// fn status(pool: &PgPool, customer: i64) -> Result<u16, Error> {
     ///     Ok(match RateLimit::check_all(&[&ALL, &CUSTOMER.key(customer)], pool)? {
-    ///         CheckAll::Allowed(_) => 200,
-    ///         CheckAll::Limited { index: 0, .. } => 503,
-    ///         CheckAll::Limited { .. } => 429,
+    ///         Check::Allowed(_) => 200,
+    ///         Check::Limited(limited) if limited.index == 0 => 503,
+    ///         Check::Limited(_) => 429,
     ///     })
     /// }
     /// # let database = workbench::Database::new();
@@ -44,16 +44,15 @@ impl<P: Pool> RateLimit<P> {
     /// A limit that is listed twice costs twice. Two quotas for one key are an [`Error::Input`],
     /// and so are more than 1,000 limits. If any of the limits is [durable](Self::durable), all
     /// are.
-    pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, CheckAll> {
+    pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, Check<Vec<Spent>>> {
         let subject = Subject {
             primitive: "rate limit",
             name: limits.first().map_or("", |limit| limit.name),
         };
         P::Mode::drive(subject.observe("check_all", async move {
             let keys = merge(limits)?;
-            if let Some((key, limited)) = look(&keys, pool).await? {
-                let index = key.first();
-                return Ok(CheckAll::Limited { index, limited });
+            if let Some(limited) = look(&keys, pool).await? {
+                return Ok(Check::Limited(limited));
             }
             let mut reply = spend(&keys, pool).await;
             if matches!(reply, Err(Unspent::Failed(_, Error::Standby))) {
@@ -68,8 +67,8 @@ impl<P: Pool> RateLimit<P> {
                 reply = spend(&keys, pool).await;
             }
             match reply {
-                Ok(spent) => Ok(CheckAll::Allowed(in_order(limits, &keys, &spent))),
-                Err(Unspent::Limited(index, limited)) => Ok(CheckAll::Limited { index, limited }),
+                Ok(spent) => Ok(Check::Allowed(in_order(limits, &keys, &spent))),
+                Err(Unspent::Limited(limited)) => Ok(Check::Limited(limited)),
                 Err(Unspent::Failed(_, error)) => Err(error),
             }
         }))
@@ -86,8 +85,12 @@ struct Key<P: Pool> {
 }
 
 impl<P: Pool> Key<P> {
-    fn first(&self) -> usize {
-        self.places.first().copied().unwrap_or_default()
+    /// The refusal of this key, with its place in the caller's list.
+    fn refusal(&self, limited: Limited) -> Limited {
+        Limited {
+            index: self.places.first().copied().unwrap_or_default(),
+            ..limited
+        }
     }
 }
 
@@ -124,8 +127,8 @@ fn merge<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
     Ok(keys)
 }
 
-/// Returns the first key that is limited now. Locks nothing.
-async fn look<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Result<Option<(&'k Key<P>, Limited)>> {
+/// Returns the refusal of the first key that is limited now. Locks nothing.
+async fn look<P: Pool>(keys: &[Key<P>], pool: &P) -> Result<Option<Limited>> {
     if keys.is_empty() {
         return Ok(None);
     }
@@ -136,14 +139,14 @@ async fn look<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Result<Option<(&'k K
     let mut looked = keys.iter().zip(calls).zip(full_in);
     Ok(looked.find_map(|((key, (call, lead)), full_in)| {
         let full_in = difference(full_in);
-        let state = State::new(key.limit.name, key.limit.quota, call.quota, full_in);
-        (full_in > lead).then(|| (key, Limited::new(state, call.quota, call.cost)))
+        let state = KeyState::new(key.limit.name, key.limit.quota, call.quota, full_in);
+        (full_in > lead).then(|| key.refusal(Limited::new(state, call.quota, call.cost)))
     }))
 }
 
 /// Why nothing was spent: a limit refused, or a key's statement failed.
 enum Unspent<'k, P: Pool> {
-    Limited(usize, Limited),
+    Limited(Limited),
     Failed(Option<&'k RateLimit<P>>, Error),
 }
 
@@ -153,7 +156,7 @@ impl<P: Pool> From<Error> for Unspent<'_, P> {
     }
 }
 
-type Spending<'k, P> = Result<Vec<(PgTimestamp, State)>, Unspent<'k, P>>;
+type Spending<'k, P> = Result<Vec<(PgTimestamp, KeyState)>, Unspent<'k, P>>;
 
 /// Spends all costs in one transaction.
 async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
@@ -175,7 +178,7 @@ async fn spend_on<'k, P: Pool, S: Session>(keys: &'k [Key<P>], session: &mut S) 
     for key in keys {
         match key.limit.decide(session, commit).await {
             Ok(Check::Allowed(spent)) => all.push((spent.at, spent.state)),
-            Ok(Check::Limited(limited)) => return Err(Unspent::Limited(key.first(), limited)),
+            Ok(Check::Limited(limited)) => return Err(Unspent::Limited(key.refusal(limited))),
             Err(error) => return Err(Unspent::Failed(Some(&key.limit), error)),
         }
     }
@@ -186,7 +189,7 @@ async fn spend_on<'k, P: Pool, S: Session>(keys: &'k [Key<P>], session: &mut S) 
 fn in_order<P: Pool>(
     limits: &[&RateLimit<P>],
     keys: &[Key<P>],
-    spent: &[(PgTimestamp, State)],
+    spent: &[(PgTimestamp, KeyState)],
 ) -> Vec<Spent> {
     let mut all: Vec<_> = keys
         .iter()

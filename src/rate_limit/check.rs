@@ -11,29 +11,15 @@ use crate::alarm::lock;
 use crate::event::Outcome;
 use crate::input::{microseconds, time, whole_seconds};
 
-/// The outcome of a check.
+/// The outcome of a check. A check of several limits has what was spent of each, in the order of
+/// the caller's list.
 #[must_use = "the call may be limited"]
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Check {
+pub enum Check<T = Spent> {
     /// The call is allowed, and its units were spent.
-    Allowed(Spent),
+    Allowed(T),
     /// The units are not available yet. Nothing was spent.
     Limited(Limited),
-}
-
-/// The outcome of a check of several limits.
-#[must_use = "the call may be limited"]
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum CheckAll {
-    /// All are allowed. What was spent of each, in the order of the limits.
-    Allowed(Vec<Spent>),
-    /// At least one limit refused the call. Nothing was spent.
-    Limited {
-        /// The index of a limit that refused, in the caller's list.
-        index: usize,
-        /// The refusal of that limit.
-        limited: Limited,
-    },
 }
 
 /// Units that a check has spent. Pass this to [`refund`](super::RateLimit::refund) to give some
@@ -46,7 +32,7 @@ pub struct Spent {
     pub units: u32,
     refunded: Arc<Mutex<Refunded>>,
     /// The state of the key after the check.
-    pub state: State,
+    pub state: KeyState,
 }
 
 /// How many of the units were refunded. A caller may refund in several parts.
@@ -66,14 +52,17 @@ struct Refunded {
 pub struct Limited {
     /// How long until the units are available, if nobody else takes them. Never zero.
     pub retry_after: Duration,
+    /// Which limit of the caller's list has refused. Other limits may be used up, too. 0 in a check
+    /// of one limit.
+    pub index: usize,
     /// The state of the key.
-    pub state: State,
+    pub state: KeyState,
 }
 
 /// The state of a key at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct State {
+pub struct KeyState {
     /// The name of the limit.
     pub name: &'static str,
     /// The quota of the call.
@@ -84,9 +73,9 @@ pub struct State {
     pub full_in: Duration,
 }
 
-impl Check {
+impl<T> Check<T> {
     /// Returns what was spent, and `None` if the call was limited.
-    pub fn allowed(self) -> Option<Spent> {
+    pub fn allowed(self) -> Option<T> {
         match self {
             Self::Allowed(spent) => Some(spent),
             Self::Limited(_) => None,
@@ -110,9 +99,11 @@ impl Check {
     pub const fn is_limited(&self) -> bool {
         !self.is_allowed()
     }
+}
 
+impl Check {
     /// Returns the state of the key after the check.
-    pub const fn state(&self) -> &State {
+    pub const fn state(&self) -> &KeyState {
         match self {
             Self::Allowed(spent) => &spent.state,
             Self::Limited(limited) => &limited.state,
@@ -120,7 +111,7 @@ impl Check {
     }
 
     pub(super) fn new(
-        state: State,
+        state: KeyState,
         exact: Exact,
         cost: u32,
         is_allowed: bool,
@@ -134,36 +125,7 @@ impl Check {
     }
 }
 
-impl CheckAll {
-    /// Returns what was spent of each limit, and `None` if the call was limited.
-    pub fn allowed(self) -> Option<Vec<Spent>> {
-        match self {
-            Self::Allowed(spent) => Some(spent),
-            Self::Limited { .. } => None,
-        }
-    }
-
-    /// Returns the refusal of one limit, and `None` if all were allowed. Other limits may be used
-    /// up, too.
-    pub fn limited(self) -> Option<Limited> {
-        match self {
-            Self::Allowed(_) => None,
-            Self::Limited { limited, .. } => Some(limited),
-        }
-    }
-
-    /// Returns whether a limit refused the call.
-    pub const fn is_limited(&self) -> bool {
-        !self.is_allowed()
-    }
-
-    /// Returns whether all limits allowed the call.
-    pub const fn is_allowed(&self) -> bool {
-        matches!(self, Self::Allowed(_))
-    }
-}
-
-impl State {
+impl KeyState {
     /// Makes the state of a key that is full in this many microseconds.
     pub(super) fn new(name: &'static str, quota: Quota, exact: Exact, full_in: i64) -> Self {
         Self {
@@ -176,7 +138,7 @@ impl State {
 }
 
 impl Spent {
-    pub(super) fn new(at: PgTimestamp, units: u32, state: State) -> Self {
+    pub(super) fn new(at: PgTimestamp, units: u32, state: KeyState) -> Self {
         Self {
             at,
             units,
@@ -219,11 +181,12 @@ impl PartialEq for Spent {
 impl Eq for Spent {}
 
 impl Limited {
-    pub(super) fn new(state: State, exact: Exact, cost: u32) -> Self {
+    pub(super) fn new(state: KeyState, exact: Exact, cost: u32) -> Self {
         let lead = exact.lead(cost).map_or(Duration::ZERO, microseconds);
         let retry_after = state.full_in.saturating_sub(lead);
         Self {
             retry_after: retry_after.max(Duration::from_micros(1)),
+            index: 0,
             state,
         }
     }
@@ -234,17 +197,7 @@ impl Limited {
     }
 }
 
-impl Outcome for Check {
-    fn word(&self) -> &'static str {
-        if self.is_allowed() {
-            "allowed"
-        } else {
-            "limited"
-        }
-    }
-}
-
-impl Outcome for CheckAll {
+impl<T> Outcome for Check<T> {
     fn word(&self) -> &'static str {
         if self.is_allowed() {
             "allowed"

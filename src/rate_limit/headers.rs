@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::check::{Check, Limited, State};
+use super::check::{Check, KeyState, Limited};
 use crate::input::whole_seconds;
 
 impl Check {
@@ -42,18 +42,18 @@ impl Check {
 
 impl Limited {
     /// Returns the fields of [`Check::headers`] for a handler that has only the refusal, for
-    /// example from [`CheckAll`](super::CheckAll).
+    /// example from a check of several limits.
     pub fn headers(&self) -> Vec<(&'static str, String)> {
         fields(&self.state, Some(self))
     }
 }
 
-fn fields(state: &State, limited: Option<&Limited>) -> Vec<(&'static str, String)> {
+fn fields(state: &KeyState, limited: Option<&Limited>) -> Vec<(&'static str, String)> {
     let name = string(state.name);
     let quota = state.quota;
     let window = quota
         .period
-        .mul_f64(f64::from(quota.burst) / f64::from(quota.n.max(1)));
+        .mul_f64(f64::from(quota.burst) / f64::from(quota.units.max(1)));
     let reset = limited.map_or(state.full_in, |limited| limited.retry_after);
     let remaining = if limited.is_some() {
         0

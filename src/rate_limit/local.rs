@@ -1,12 +1,12 @@
 //! Rate limits that are checked in memory, against chunks of units taken from the row.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::check::{Check, Limited};
 use super::{Quota, RateLimit};
-use crate::alarm::{Alarm, lock};
+use crate::alarm::{Alarm, Sleepers, lock};
 use crate::error::{Error, Result};
 use crate::event::Outcome;
 use crate::input::whole_seconds;
@@ -106,20 +106,6 @@ impl Outcome for LocalCheck {
     }
 }
 
-/// The reply of the row, which is reported as an event. Checks that memory decides are only
-/// counted.
-struct Chunk(Check);
-
-impl Outcome for Chunk {
-    fn word(&self) -> &'static str {
-        if self.0.is_allowed() {
-            "chunk"
-        } else {
-            "no chunk"
-        }
-    }
-}
-
 #[derive(Default)]
 struct Keys {
     by_name: HashMap<Box<str>, Key>,
@@ -132,13 +118,30 @@ struct Key {
     units: u32,
     /// If there are units: until when they count. If there are none: until when the denial counts.
     until: Option<Instant>,
-    /// The callers that wait for the one that is taking a chunk. `None` if nobody is.
-    taking: Option<Vec<Arc<Alarm>>>,
-    /// How many times the row has replied.
-    replies: u64,
-    /// Why the last attempt to reach the row failed. Callers that waited for it get the same error,
-    /// because a try of their own would take as long and fail in the same way.
-    failure: Option<Error>,
+    /// The caller that is taking a chunk.
+    taking: Option<Arc<Chunk>>,
+}
+
+/// A chunk that is on its way. The other callers of the key wait for it.
+#[derive(Default)]
+struct Chunk {
+    /// Set when the row has replied, or failed with this error. The callers that wait get the same
+    /// error, because a try of their own would take as long and fail in the same way.
+    ended: OnceLock<Option<Error>>,
+    sleepers: Sleepers,
+}
+
+impl Chunk {
+    async fn wait<M: Mode>(&self) -> Result<()> {
+        let sleeper = self.sleepers.join_with(Arc::new(Alarm::unset()));
+        if self.ended.get().is_none() {
+            M::sleep(&sleeper.alarm, None).await;
+        }
+        let failure = self.ended.get().and_then(Option::as_ref);
+        failure
+            .and_then(Error::copy_unavailable)
+            .map_or(Ok(()), Err)
+    }
 }
 
 impl Key {
@@ -162,12 +165,7 @@ impl Key {
 enum Look<P: Pool> {
     Decided(LocalCheck),
     Take(Taking<P>),
-    /// Waits until the row has replied more than this many times.
-    Wait(Arc<Alarm>, u64),
-    /// The wait brought no reply of the row, so this caller checks the row by itself.
-    Alone,
-    /// The caller that went to the row found the database unavailable.
-    Away(Error),
+    Wait(Arc<Chunk>),
 }
 
 impl<P: Pool> RateLimit<P> {
@@ -204,35 +202,19 @@ impl<P: Pool> LocalRateLimit<P> {
 
 impl<P: Pool> Local<P> {
     async fn check(self: &Arc<Self>, key: &str) -> Result<LocalCheck> {
-        let mut waited = None;
         loop {
-            match self.look(key, waited)? {
+            match self.look(key)? {
                 Look::Decided(check) => return Ok(check),
                 Look::Take(taking) => {
                     return P::Mode::surely(&P::Mode::runtime()?, Some(PATIENCE), taking.take())
                         .await;
                 }
-                Look::Wait(alarm, replies) => {
-                    // Pauses need its timer.
-                    P::Mode::runtime()?;
-                    P::Mode::sleep(&alarm, None).await;
-                    waited = Some(replies);
-                }
-                Look::Away(failure) => return Err(failure),
-                Look::Alone => {
-                    let (check, _) = self.spend(key, 1).await?;
-                    return Ok(match check {
-                        Check::Allowed(_) => LocalCheck::Allowed,
-                        Check::Limited(Limited { retry_after, .. }) => {
-                            LocalCheck::Limited { retry_after }
-                        }
-                    });
-                }
+                Look::Wait(chunk) => chunk.wait::<P::Mode>().await?,
             }
         }
     }
 
-    fn look(self: &Arc<Self>, key: &str, waited: Option<u64>) -> Result<Look<P>> {
+    fn look(self: &Arc<Self>, key: &str) -> Result<Look<P>> {
         let now = Instant::now();
         let mut keys = self.keys();
         let found = match keys.by_name.get_mut(key) {
@@ -247,43 +229,41 @@ impl<P: Pool> Local<P> {
         if let Some(check) = found.decide(now) {
             return Ok(Look::Decided(check));
         }
-        if waited == Some(found.replies) {
-            if let Some(failure) = found.failure.as_ref().and_then(Error::copy_unavailable) {
-                return Ok(Look::Away(failure));
-            }
-        }
-        Ok(match &mut found.taking {
+        Ok(match &found.taking {
+            Some(chunk) => Look::Wait(chunk.clone()),
             None => {
-                found.taking = Some(Vec::new());
-                found.failure = None;
+                let chunk = found.taking.insert(Arc::default()).clone();
                 Look::Take(Taking {
                     local: self.clone(),
                     key: key.into(),
+                    chunk,
                 })
-            }
-            Some(_) if waited == Some(found.replies) => Look::Alone,
-            Some(waiting) => {
-                let alarm = Arc::new(Alarm::new(now + 30 * SECOND));
-                waiting.push(alarm.clone());
-                Look::Wait(alarm, found.replies)
             }
         })
     }
 
-    /// Spends units of the row, and reports an event. Also returns when the operation began.
+    /// Spends units of the row, and reports an event: checks that memory decides are only counted.
+    /// Also returns when the operation began.
     async fn spend(&self, key: &str, units: u32) -> Result<(Check, Instant)> {
         let limit = self.limit.key(key).cost(units);
         let began = Instant::now();
-        let chunk = async { Ok(Chunk(limit.check_within(&self.pool, None).await?)) };
-        let Chunk(check) = limit.subject().observe("local", chunk).await?;
+        let check = limit.check_within(&self.pool, None);
+        let word = |check: &Check| {
+            if check.is_allowed() {
+                "chunk"
+            } else {
+                "no chunk"
+            }
+        };
+        let check = limit.subject().observe_as("local", word, check).await?;
         Ok((check, began))
     }
 
     /// How long a chunk counts: the time in which it refills, and at least a second.
     fn lasting(&self) -> Duration {
-        let Quota { n, period, .. } = self.limit.quota;
+        let Quota { units, period, .. } = self.limit.quota;
         period
-            .mul_f64(f64::from(self.chunk) / f64::from(n.max(1)))
+            .mul_f64(f64::from(self.chunk) / f64::from(units.max(1)))
             .max(SECOND)
     }
 
@@ -308,20 +288,20 @@ impl Keys {
 struct Taking<P: Pool> {
     local: Arc<Local<P>>,
     key: Box<str>,
+    chunk: Arc<Chunk>,
 }
 
 impl<P: Pool> Taking<P> {
     /// Takes a chunk, or as much as the row has left, and spends a unit of it.
     async fn take(self) -> Result<LocalCheck> {
         let taken = self.take_chunk().await;
-        if let (Err(error), Some(found)) = (&taken, self.local.keys().by_name.get_mut(&self.key)) {
-            found.failure = error.copy_unavailable();
-        }
+        let failure = taken.as_ref().err().and_then(Error::copy_unavailable);
+        self.chunk.ended.get_or_init(|| failure);
         taken
     }
 
     async fn take_chunk(&self) -> Result<LocalCheck> {
-        let Self { local, key } = self;
+        let Self { local, key, .. } = self;
         let mut units = local.chunk;
         let (mut check, mut began) = local.spend(key, units).await?;
         if let Check::Limited(Limited { state, .. }) = check {
@@ -342,7 +322,6 @@ impl<P: Pool> Taking<P> {
         if let Some(found) = local.keys().by_name.get_mut(key) {
             found.units = units;
             found.until = (units > 0 || outcome.is_limited()).then_some(until);
-            found.replies += 1;
         }
         Ok(outcome)
     }
@@ -350,15 +329,11 @@ impl<P: Pool> Taking<P> {
 
 impl<P: Pool> Drop for Taking<P> {
     fn drop(&mut self) {
-        let taking = {
-            let mut keys = self.local.keys();
-            keys.by_name
-                .get_mut(&self.key)
-                .and_then(|key| key.taking.take())
-        };
-        for alarm in taking.into_iter().flatten() {
-            alarm.set(Instant::now());
+        if let Some(key) = self.local.keys().by_name.get_mut(&self.key) {
+            key.taking = None;
         }
+        self.chunk.ended.get_or_init(|| None);
+        self.chunk.sleepers.wake();
     }
 }
 

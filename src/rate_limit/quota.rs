@@ -19,13 +19,13 @@ const LONGEST_REFILL: u128 = 3_155_760_000_000_000;
 ///
 /// // 100 a minute on average, and never more than 20 at once.
 /// const API: Quota = Quota::per_minute(100).burst(20);
-/// assert_eq!((API.n, API.burst), (100, 20));
+/// assert_eq!((API.units, API.burst), (100, 20));
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Quota {
     /// How many units are refilled per period.
-    pub n: u32,
+    pub units: u32,
     /// The period, between a microsecond and 366 days.
     pub period: Duration,
     /// How many units a full key has.
@@ -33,33 +33,33 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// Allows `n` units per period, and up to `n` at once.
-    pub const fn new(n: u32, period: Duration) -> Self {
+    /// Allows this many units per period, and as many at once.
+    pub const fn new(units: u32, period: Duration) -> Self {
         Self {
-            n,
+            units,
             period,
-            burst: n,
+            burst: units,
         }
     }
 
-    /// Allows `n` units per second, and up to `n` at once.
-    pub const fn per_second(n: u32) -> Self {
-        Self::new(n, Duration::from_secs(1))
+    /// Allows this many units per second, and as many at once.
+    pub const fn per_second(units: u32) -> Self {
+        Self::new(units, Duration::from_secs(1))
     }
 
-    /// Allows `n` units per minute, and up to `n` at once.
-    pub const fn per_minute(n: u32) -> Self {
-        Self::new(n, Duration::from_secs(60))
+    /// Allows this many units per minute, and as many at once.
+    pub const fn per_minute(units: u32) -> Self {
+        Self::new(units, Duration::from_secs(60))
     }
 
-    /// Allows `n` units per hour, and up to `n` at once.
-    pub const fn per_hour(n: u32) -> Self {
-        Self::new(n, Duration::from_secs(60 * 60))
+    /// Allows this many units per hour, and as many at once.
+    pub const fn per_hour(units: u32) -> Self {
+        Self::new(units, Duration::from_secs(60 * 60))
     }
 
-    /// Allows `n` units per 24 hours, and up to `n` at once.
-    pub const fn per_day(n: u32) -> Self {
-        Self::new(n, DAY)
+    /// Allows this many units per 24 hours, and as many at once.
+    pub const fn per_day(units: u32) -> Self {
+        Self::new(units, DAY)
     }
 
     /// Allows one unit per period.
@@ -79,7 +79,7 @@ impl Quota {
             "the period of a quota must be between a microsecond and 366 days",
         )?;
         let exact = Exact {
-            n: self.n.into(),
+            n: self.units.into(),
             period: period.unsigned_abs().into(),
             burst: self.burst.into(),
         };
@@ -103,7 +103,7 @@ impl fmt::Display for Quota {
         write!(
             f,
             "{} per {:?}, {} at once",
-            self.n, self.period, self.burst
+            self.units, self.period, self.burst
         )
     }
 }

@@ -267,7 +267,7 @@ fn the_view_tells_who_leads() {
             };
             let names = (leadership.name.as_str(), leadership.holder.as_str());
             assert_eq!(names, ("dispatcher a b", "web-1"));
-            assert_eq!(leadership.token, term.fencing_token());
+            assert_eq!(leadership.fencing_token, term.fencing_token());
             stop.stop();
         })
         .unwrap();

@@ -14,9 +14,9 @@ use diesel::prelude::*;
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 // Everything but the handles, which are those of the pool.
 pub(crate) use diesel_interlock::{
-    Admission, Attempt, Check, CheckAll, Decision, DeclaredResources, Done, Error, Full,
-    LocalCheck, LockId, LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion,
-    drain, migrations, monitor, schedule, schema, throttled_resources,
+    Admission, Attempt, Check, Decision, DeclaredResources, Done, Error, Full, LocalCheck, LockId,
+    LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion, drain, migrations,
+    monitor, schedule, schema, throttled_resources,
 };
 use workbench::Database;
 pub(crate) use workbench::block_on;

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use diesel_interlock::rate_limit::Spent;
+
 use crate::half::{
-    Admission, AdvisoryLock, AdvisoryLockGuard, Attempt, Check, CheckAll, Decision, Done, Error,
-    Fence, Full, Leader, LocalCheck, LocalRateLimit, LockKey, Once, Permit, Quota, RateLimit,
-    Schedule, Semaphore, Stop, Term, Throttle, Tick,
+    Admission, AdvisoryLock, AdvisoryLockGuard, Attempt, Check, Decision, Done, Error, Fence, Full,
+    Leader, LocalCheck, LocalRateLimit, LockKey, Once, Permit, Quota, RateLimit, Schedule,
+    Semaphore, Stop, Term, Throttle, Tick,
 };
 
 fn is_shared<T: Send + Sync + 'static>() {}
@@ -30,7 +32,7 @@ fn handles_and_what_holds_no_connection_are_shared_between_threads() {
     is_shared::<LockKey>();
     is_shared::<Quota>();
     is_shared::<(Attempt<()>, Admission<()>, Full, Decision)>();
-    is_shared::<(Check, CheckAll, LocalCheck, Done, Error)>();
+    is_shared::<(Check, Check<Vec<Spent>>, LocalCheck, Done, Error)>();
 }
 
 #[test]
@@ -47,7 +49,7 @@ fn outcomes_are_compared_and_cloned() {
     is_value::<Admission<()>>();
     is_value::<Decision>();
     is_value::<Check>();
-    is_value::<CheckAll>();
+    is_value::<Check<Vec<Spent>>>();
     is_value::<LocalCheck>();
     is_value::<Done>();
     is_value::<crate::half::schedule::RunDue>();

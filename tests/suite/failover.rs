@@ -7,7 +7,7 @@ use workbench::{Cluster, Database, StopMode};
 
 use crate::assert_matches;
 use crate::half::{
-    Admission, AdvisoryLock, Attempt, CheckAll, Conn, Done, Error, Once, PgPool, Quota, RateLimit,
+    Admission, AdvisoryLock, Attempt, Check, Conn, Done, Error, Once, PgPool, Quota, RateLimit,
     Schedule, Semaphore, Throttle, begin, end, execute, make_pool, migrations, on_all, on_first,
     on_one, wait,
 };
@@ -270,7 +270,7 @@ fn locks_leave_a_server_that_refuses_to_write() {
     wait(on_first(&pool, "SET default_transaction_read_only = on")).unwrap();
     assert_matches!(
         wait(RateLimit::check_all(&limits, &pool)),
-        Ok(CheckAll::Allowed(_))
+        Ok(Check::Allowed(_))
     );
     eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
     let empty = Database::new();

@@ -30,7 +30,7 @@ fn every_instance_reads_who_leads() {
             || {
                 eventually("it leads", || token.load(Ordering::SeqCst) > 0);
                 let leads = current().unwrap();
-                assert_eq!(leads.token as u64, token.load(Ordering::SeqCst));
+                assert_eq!(leads.fencing_token as u64, token.load(Ordering::SeqCst));
                 assert_eq!(leads.holder, "web-3");
                 assert!(leads.since < leads.until);
                 // As the view tells it, unless it was renewed meanwhile.
@@ -39,8 +39,13 @@ fn every_instance_reads_who_leads() {
                     panic!("one leads: {of_view:?}")
                 };
                 assert_eq!(
-                    (&of_view.name, &of_view.holder, of_view.since, of_view.token),
-                    (&leads.name, &leads.holder, leads.since, leads.token)
+                    (
+                        &of_view.name,
+                        &of_view.holder,
+                        of_view.since,
+                        of_view.fencing_token
+                    ),
+                    (&leads.name, &leads.holder, leads.since, leads.fencing_token)
                 );
                 // Of another election, or another key, nobody is told.
                 assert_eq!(wait(leader.key("another").current(&other)).unwrap(), None);

@@ -189,7 +189,7 @@ fn all_instances_allow_a_chunk_more_each_at_most() {
     });
     let mut grants = grants.into_inner().unwrap();
     grants.sort_unstable();
-    let most = (quota.burst + quota.n) as usize + instances * chunk as usize;
+    let most = (quota.burst + quota.units) as usize + instances * chunk as usize;
     for (first, at) in grants.iter().enumerate() {
         let in_a_period = grants[first..]
             .iter()

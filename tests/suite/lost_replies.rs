@@ -163,7 +163,7 @@ fn a_check_of_several_limits_spends_once_at_most_of_all_or_none() {
     cut_at_each(&database, |cut, pool, _| {
         let both = ["first", "second"].map(|which| LIMIT.key(format!("{} {which}", cut.key())));
         let check = told(cut.during(|| wait(RateLimit::check_all(&[&both[0], &both[1]], pool))));
-        assert!(check.as_ref().is_none_or(CheckAll::is_allowed));
+        assert!(check.as_ref().is_none_or(Check::is_allowed));
         let [first, second] = both.map(|limit| wait(limit.peek(pool)).unwrap().remaining);
         assert_eq!(first, second, "{}", cut.key());
         match check {

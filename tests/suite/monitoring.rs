@@ -7,7 +7,7 @@ use diesel::prelude::*;
 use diesel::query_source::TableNotEqual;
 use diesel_interlock::monitor::views::{advisory_lock, slot_in_flight, throttle_state};
 use diesel_interlock::monitor::{
-    KeyOfLimit, Leadership, Lock, ScheduleState, ServiceRequest, Slot, ThrottleState,
+    Leadership, Lock, RateLimitState, ScheduleState, ServiceRequest, Slot, ThrottleState,
     ThrottledResource as Row, has_timed_out, is_in_flight,
 };
 use diesel_interlock::schema::resource_control::service_request;
@@ -229,7 +229,11 @@ fn limits_leaders_and_schedules_are_shown() {
         .cost(3);
     assert!(wait(limit.check(&pool)).unwrap().is_allowed());
     let look = &mut database.connect();
-    let [key]: [KeyOfLimit; 1] = KeyOfLimit::all().load(look).unwrap().try_into().unwrap();
+    let [key]: [RateLimitState; 1] = RateLimitState::all()
+        .load(look)
+        .unwrap()
+        .try_into()
+        .unwrap();
     assert_eq!(
         (&*key.name, &*key.key, key.burst, key.remaining),
         ("api", "a", 4, 1)

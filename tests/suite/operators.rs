@@ -15,7 +15,7 @@ use super::throttles::Resource;
 use crate::assert_matches;
 use crate::half::monitor::views::slot_in_flight;
 use crate::half::monitor::{
-    KeyOfLimit, Leadership, Lock, ScheduleState, ServiceRequest, Slot, ThrottleState,
+    Leadership, Lock, RateLimitState, ScheduleState, ServiceRequest, Slot, ThrottleState,
     ThrottledResource, has_timed_out, is_in_flight,
 };
 use crate::half::schedule::every;
@@ -444,7 +444,7 @@ fn no_operation_refers_to_an_operator_of_others() {
                     .load::<Slot>(conn)
                     .unwrap();
                 ThrottleState::all().load::<ThrottleState>(conn).unwrap();
-                KeyOfLimit::all().load::<KeyOfLimit>(conn).unwrap();
+                RateLimitState::all().load::<RateLimitState>(conn).unwrap();
                 Leadership::all().load::<Leadership>(conn).unwrap();
                 ScheduleState::all().load::<ScheduleState>(conn).unwrap();
                 ThrottledResource::all()

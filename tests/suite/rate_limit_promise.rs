@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use workbench::Database;
 
 use crate::half::{
-    Check, CheckAll, Error, PgPool, Quota, RateLimit, execute, on_one, pool, unchecked_pool, wait,
+    Check, Error, PgPool, Quota, RateLimit, execute, on_one, pool, unchecked_pool, wait,
 };
 use crate::support::{installed, number, run};
 
@@ -21,7 +21,7 @@ type Grants = HashMap<String, Vec<(i64, u32)>>;
 /// Fails if in any window W more than `burst + W × N / period` was allowed. Exact, and for all windows in one pass.
 #[track_caller]
 fn assert_kept(grants: &Grants, quota: Quota) {
-    let (n, period) = (i128::from(quota.n), quota.period.as_micros() as i128);
+    let (n, period) = (i128::from(quota.units), quota.period.as_micros() as i128);
     for (key, grants) in grants {
         let mut grants = grants.clone();
         grants.sort_unstable();
@@ -229,12 +229,12 @@ fn several_limits_at_once_and_one_of_them_alone() {
             [&one, &all]
         };
         match in_its_turn(wait(RateLimit::check_all(&limits, pool)))? {
-            CheckAll::Allowed(spent) => {
+            Check::Allowed(spent) => {
                 let all = &spent[round as usize % 2];
                 assert_eq!(all.state.name, "all");
                 Some(("all".into(), all.at().timestamp_micros(), all.units))
             }
-            CheckAll::Limited { .. } => None,
+            Check::Limited(_) => None,
         }
     };
     let alone: Client<'_> =

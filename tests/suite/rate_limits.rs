@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use diesel_interlock::rate_limit::Spent;
+use diesel_interlock::rate_limit::{Limited, Spent};
 use workbench::{Database, RoundTrips};
 
 use crate::assert_matches;
 use crate::half::{
-    Check, CheckAll, Error, IS_ASYNC, PgPool, Quota, RateLimit, execute, make_pool, migrations,
-    on_one, pool, wait,
+    Check, Error, IS_ASYNC, PgPool, Quota, RateLimit, execute, make_pool, migrations, on_one, pool,
+    wait,
 };
 use crate::support::{
     HAS_WRITTEN_NOTHING, Observer, eventually, in_a_quick_round, installed, number, once_at_least,
@@ -119,7 +119,7 @@ fn a_denial_writes_nothing() {
     let other = RateLimit::named("another", Quota::per_minute(1));
     assert_matches!(
         wait(RateLimit::check_all(&[&other, &SLOW], &pool)),
-        Ok(CheckAll::Limited { index: 1, .. })
+        Ok(Check::Limited(Limited { index: 1, .. }))
     );
     assert_eq!(text(conn, row), before, "nor of several limits");
 }
@@ -276,7 +276,7 @@ fn several_limits_are_spent_together_or_not_at_all() {
         RateLimit::named("b", Quota::per_hour(2)),
     );
     for round in 0..2 {
-        let CheckAll::Allowed(spent) = wait(RateLimit::check_all(&[&b, &a], &pool)).unwrap() else {
+        let Check::Allowed(spent) = wait(RateLimit::check_all(&[&b, &a], &pool)).unwrap() else {
             panic!("limited in round {round}")
         };
         assert_eq!(
@@ -289,7 +289,7 @@ fn several_limits_are_spent_together_or_not_at_all() {
     }
     assert_matches!(
         wait(RateLimit::check_all(&[&b, &a], &pool)),
-        Ok(CheckAll::Limited { index: 0, .. })
+        Ok(Check::Limited(Limited { index: 0, .. }))
     );
     assert_eq!(
         wait(a.peek(&pool)).unwrap().remaining,
@@ -305,10 +305,10 @@ fn several_limits_are_spent_together_or_not_at_all() {
     );
     assert_matches!(
         wait(RateLimit::check_all(&[&c, &c], &pool)),
-        Ok(CheckAll::Limited { .. })
+        Ok(Check::Limited(_))
     );
     assert_eq!(wait(c.peek(&pool)).unwrap().remaining, 1);
-    let CheckAll::Limited { index: 0, limited } =
+    let Check::Limited(limited @ Limited { index: 0, .. }) =
         wait(RateLimit::check_all(&[&c, &a, &c], &pool)).unwrap()
     else {
         panic!("only one unit of two is there")
@@ -712,7 +712,7 @@ fn header_fields_tell_the_quota_and_what_is_left() {
     assert_eq!(checks[2], expected);
     let slow = slow.key(round);
     let all = wait(RateLimit::check_all(&[&slow], &pool)).unwrap();
-    assert_matches!(all, CheckAll::Limited { index: 0, limited } if limited.headers().len() == 3);
+    assert_matches!(all, Check::Limited(limited @ Limited { index: 0, .. }) if limited.headers().len() == 3);
 }
 
 #[test]

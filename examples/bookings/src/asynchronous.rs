@@ -9,7 +9,7 @@ use axum::routing::{get, post};
 use diesel::sql_types::{Integer, Text};
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl};
 use diesel_interlock::deadpool::{AdvisoryLock, PgPool, RateLimit, Semaphore, Throttle};
-use diesel_interlock::monitor::{KeyOfLimit, Lock, Slot, ThrottleState};
+use diesel_interlock::monitor::{Lock, RateLimitState, Slot, ThrottleState};
 use diesel_interlock::{Error, migrations};
 
 use crate::{
@@ -92,6 +92,6 @@ async fn status(pool: State<PgPool>) -> Result<String, Failed> {
         Lock::all().load(conn).await?,
         Slot::all().load(conn).await?,
         ThrottleState::all().load(conn).await?,
-        KeyOfLimit::all().load(conn).await?,
+        RateLimitState::all().load(conn).await?,
     ))
 }

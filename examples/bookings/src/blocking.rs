@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use diesel::prelude::*;
 use diesel::sql_types::{Integer, Text};
-use diesel_interlock::monitor::{KeyOfLimit, Lock, Slot, ThrottleState};
+use diesel_interlock::monitor::{Lock, RateLimitState, Slot, ThrottleState};
 use diesel_interlock::{AdvisoryLock, Error, PgPool, RateLimit, Semaphore, Throttle, migrations};
 use tokio::task::spawn_blocking;
 
@@ -107,7 +107,7 @@ async fn status(pool: State<PgPool>) -> Result<String, Failed> {
             Lock::all().load(conn)?,
             Slot::all().load(conn)?,
             ThrottleState::all().load(conn)?,
-            KeyOfLimit::all().load(conn)?,
+            RateLimitState::all().load(conn)?,
         ))
     })
     .await

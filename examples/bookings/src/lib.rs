@@ -9,7 +9,7 @@ use axum::Router;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use diesel_interlock::monitor::{KeyOfLimit, Lock, Slot, ThrottleState};
+use diesel_interlock::monitor::{Lock, RateLimitState, Slot, ThrottleState};
 use diesel_interlock::{Admission, Check, Decision, Error, Quota};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder};
@@ -124,7 +124,7 @@ fn shown(
     locks: Vec<Lock>,
     slots: Vec<Slot>,
     throttles: Vec<ThrottleState>,
-    limits: Vec<KeyOfLimit>,
+    limits: Vec<RateLimitState>,
 ) -> String {
     format!("{locks:#?}\n{slots:#?}\n{throttles:#?}\n{limits:#?}\n")
 }

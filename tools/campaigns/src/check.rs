@@ -146,7 +146,7 @@ fn grants(records: &Records) -> Checked {
                         first += 1;
                     }
                     let granted = last - first + 1;
-                    if granted > (QUOTA.n + QUOTA.burst) as usize {
+                    if granted > (QUOTA.units + QUOTA.burst) as usize {
                         return Err(format!("{granted} units in a period").into());
                     }
                 }

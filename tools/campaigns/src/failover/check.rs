@@ -287,7 +287,7 @@ impl Checker<'_> {
             // So many in less than so much time are too many.
             let (number, length) = match name.as_str() {
                 "throttle" => (1, EVERY),
-                _ => ((QUOTA.n + QUOTA.burst) as usize, QUOTA.period),
+                _ => ((QUOTA.units + QUOTA.burst) as usize, QUOTA.period),
             };
             for some in grants.windows(number + 1) {
                 if some[number] - some[0] < length.as_micros() as i64 {

@@ -6,8 +6,8 @@ use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_interlock::schedule::RunDue;
 use diesel_interlock::{
-    Admission, Attempt, Check, CheckAll, Decision, Error, LockKey, Pool, Quota, Result,
-    check_exclusion, drain,
+    Admission, Attempt, Check, Decision, Error, LockKey, Pool, Quota, Result, check_exclusion,
+    drain,
 };
 
 use crate::Place;
@@ -274,7 +274,7 @@ macro_rules! pool {
                     Ok(of_check(&$wait(soon.acquire_timeout(pool, timeout))?))
                 }, settle);
                 let both = [free, &RateLimit::named("both", PLENTY).key(&place.key)];
-                let of_all = |check: &CheckAll| if check.is_allowed() { "allowed" } else { "limited" };
+                let of_all = |check: &Check<Vec<_>>| if check.is_allowed() { "allowed" } else { "limited" };
                 place.measure("rate limit: check_all", &["allowed"], || {
                     Ok(of_all(&$wait(RateLimit::check_all(&both, pool))?))
                 }, settle);

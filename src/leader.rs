@@ -243,6 +243,23 @@ impl<P: Pool> Term<P> {
         self.lease.grant.row.token
     }
 
+    /// Returns whether the term is lost: another instance may be about to lead. Once lost, it stays
+    /// lost. No round trip.
+    pub fn is_lost(&self) -> bool {
+        self.lease.is_lost()
+    }
+
+    /// Waits until the term is lost, for at most `timeout`, and returns whether it is lost. No round
+    /// trip.
+    pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
+        P::Mode::drive(self.lease.wait_for_loss(timeout))
+    }
+
+    /// Waits until the term is lost. Never returns while the term is renewed in time. No round trip.
+    pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
+        P::Mode::drive(self.lease.lost())
+    }
+
     /// Pauses for `pause`, and returns whether this instance still leads afterwards. Returns early
     /// if the term is lost or stopped. No round trip.
     pub fn pause(&self, pause: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {

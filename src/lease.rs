@@ -186,6 +186,12 @@ impl<P: Pool> Lease<P> {
         self.is_lost()
     }
 
+    /// Waits until the lease is lost or released. Tells the holder of a loss.
+    pub(crate) async fn lost(&self) {
+        self.wait_until_over(None).await;
+        self.is_lost();
+    }
+
     /// Sends a renewal. Returns when it was sent, or `None` if the row was not held any more.
     async fn send_renewal(self: Arc<Self>, limit: Option<Duration>) -> Result<Option<Instant>> {
         let renew = (self.grant.renewal)(&self.grant.row, self.grant.timeout);

@@ -93,6 +93,7 @@ compile_error!(
 pub mod advisory;
 mod alarm;
 mod call;
+mod drain;
 mod error;
 mod event;
 mod exclusion;
@@ -130,6 +131,8 @@ mod waiting;
 
 pub use self::advisory::Attempt;
 pub use self::alarm::Stop;
+#[cfg(feature = "r2d2")]
+pub use self::drain::drain;
 pub use self::error::{Error, Result};
 pub use self::exclusion::check_exclusion;
 pub use self::key::{LockId, LockKey};
@@ -143,7 +146,7 @@ pub use self::mode::{Async, Operation};
 pub use self::once::Done;
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
-pub use self::pool::{ConnectionOf, Pool, PoolConnection, Reply, drain};
+pub use self::pool::{ConnectionOf, Pool, PoolConnection, Reply};
 pub use self::rate_limit::{Check, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
@@ -210,6 +213,7 @@ handles!(
 /// The handles for diesel-async with deadpool. Every operation is a future: await it.
 #[cfg(feature = "deadpool")]
 pub mod deadpool {
+    pub use crate::drain::drain_async as drain;
     pub use crate::pool::DeadPool as PgPool;
 
     handles!(
@@ -221,6 +225,7 @@ pub mod deadpool {
 /// The handles for diesel-async with bb8. Every operation is a future: await it.
 #[cfg(feature = "bb8")]
 pub mod bb8 {
+    pub use crate::drain::drain_async as drain;
     pub use crate::pool::Bb8Pool as PgPool;
 
     handles!(

@@ -1,23 +1,14 @@
 //! The blocking and the asynchronous half: who drives an operation, what it returns, how it pauses,
 //! and how a drop finishes it.
-//!
-//! **`drain` at the end of `main`.** An asynchronous drop can only leave its release to a task, and
-//! a runtime that ends drops its tasks. So without `drain`, a permit or a term would stay held for
-//! the rest of its lease after a regular end of the program. `drain` needs only two values, one of
-//! each for the whole process, because it is the process that ends: the number of operations that
-//! drops have left behind, and the time when a connection in doubt was last closed. Renewals are
-//! not counted, because what they renew was not dropped.
 
 #[cfg(feature = "async")]
 mod asynchronous;
 #[cfg(feature = "r2d2")]
 mod blocking;
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::alarm::{Alarm, Stop, lock};
+use crate::alarm::{Alarm, Stop};
 use crate::error::Result;
 use crate::sealed::Sealed;
 use crate::session::Session;
@@ -90,41 +81,6 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How long a blocking loop waits for a connection at a time, so that a stop soon ends it.
 pub(crate) const PATIENCE_OF_A_LOOP: Duration = Duration::from_secs(1);
-
-/// How many operations go on although nobody awaits them.
-static LEFT: AtomicUsize = AtomicUsize::new(0);
-
-/// When a connection was last closed whose session may hold something.
-static CLOSED: Mutex<Option<Instant>> = Mutex::new(None);
-
-/// One operation that goes on, until it has ended or its runtime has dropped it.
-pub(crate) struct Left(());
-
-impl Left {
-    pub(crate) fn new() -> Self {
-        LEFT.fetch_add(1, Ordering::SeqCst);
-        Self(())
-    }
-}
-
-impl Drop for Left {
-    fn drop(&mut self) {
-        LEFT.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// Notes that a connection was closed whose session may hold something. The server frees that
-/// within a second.
-pub(crate) fn note_closed() {
-    *lock(&CLOSED) = Some(Instant::now());
-}
-
-pub(crate) fn has_drained() -> bool {
-    // The server checks every second, from when the end of the connection reaches it, so wait a
-    // little longer.
-    let is_recent = |closed: Instant| closed.elapsed() <= Duration::from_millis(1500);
-    LEFT.load(Ordering::SeqCst) == 0 && !lock(&CLOSED).is_some_and(is_recent)
-}
 
 /// Pauses for a time, or until `stop` is stopped.
 pub(crate) async fn pause_until_stop<M: Mode>(stop: &Stop, pause: Duration) {

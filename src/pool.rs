@@ -14,8 +14,9 @@ mod r2d2;
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 
+use crate::drain::note_closed;
 use crate::error::Result;
-use crate::mode::{self, Mode, PATIENCE};
+use crate::mode::{Mode, PATIENCE};
 use crate::sealed::Sealed;
 use crate::session::Session;
 
@@ -179,7 +180,7 @@ impl<P: Pool> Drop for Borrowed<P> {
                 drop(conn);
             } else {
                 conn.discard();
-                mode::note_closed();
+                note_closed();
             }
         });
     }
@@ -194,78 +195,4 @@ async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
     if matches!(replied, Some(Ok(()))) {
         borrowed.note_reply();
     }
-}
-
-/// Waits until everything that was dropped in this process is released.
-///
-/// Guards, permits, terms, ticks and unfinished futures may leave their release to a task or a
-/// thread when they are dropped. Returns `true` if all were released within `limit`: each release
-/// was confirmed, or what it releases has expired, or its connection was closed over a second ago.
-/// By then the server has noticed the closed connection, unless its
-/// `client_connection_check_interval` is longer. The pool only decides whether `drain` blocks or is
-/// awaited.
-///
-/// `drain` sends nothing itself. While the database is away, releases are retried until what they
-/// release has expired. What was dropped on the caller's connection (`with_on`, `transaction`,
-/// `Once::run`) is not waited for: it ends with its statement, or with the connection.
-///
-/// Call it at the end of `main`, or of a test. Without it, the end of a runtime drops its tasks,
-/// and the end of a process its threads: a permit or a leader's term would then be free only when
-/// its time is over. After you abort a task, await its handle before you call `drain`: only then
-/// has the task dropped what it held.
-///
-#[cfg_attr(
-    feature = "deadpool",
-    doc = r#"
-```
-use std::time::Duration;
-
-use diesel_interlock::deadpool::{Leader, PgPool};
-
-static DISPATCHER: Leader = Leader::named("dispatcher", Duration::from_secs(15));
-
-async fn run(pool: PgPool, shutdown: impl Future<Output = ()>) {
-    tokio::select! {
-        _ = DISPATCHER.lead(&pool, |_| std::future::pending()) => {}
-        () = shutdown => {}
-    }
-    diesel_interlock::drain(&pool, Duration::from_secs(5)).await;
-}
-# use diesel::{QueryDsl, RunQueryDsl};
-# use diesel_async::{AsyncPgConnection, pooled_connection::AsyncDieselConnectionManager};
-# use diesel_interlock::monitor::views::leader;
-# let database = workbench::Database::new();
-# diesel_interlock::migrations::install(&database.pool(1))?;
-# let conn = &mut database.connect();
-# let mut leaders = || leader::table.count().get_result::<i64>(conn).unwrap();
-# let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-# runtime.block_on(async {
-#     let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(database.url());
-#     let pool = PgPool::builder(manager).build().unwrap();
-#     let shutdown = async {
-#         while leaders() == 0 {
-#             tokio::time::sleep(Duration::from_millis(5)).await;
-#         }
-#     };
-#     run(pool, shutdown).await;
-# });
-# drop(runtime);
-# assert_eq!(leaders(), 0);
-# Ok::<(), Box<dyn std::error::Error>>(())
-```
-"#
-)]
-pub fn drain<P: Pool>(pool: &P, limit: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
-    // The pool only says which half waits.
-    let _ = pool;
-    P::Mode::drive(async move {
-        let deadline = Instant::now().checked_add(limit);
-        while !mode::has_drained() {
-            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-                return false;
-            }
-            mode::pause::<P::Mode>(Duration::from_millis(1)).await;
-        }
-        true
-    })
 }

@@ -8,8 +8,8 @@
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
+use crate::drain::note_closed;
 use crate::error::{Error, Result};
-use crate::mode;
 use crate::session::{Session, Transaction, classify, explain, is_unknown, poll_once_quietly};
 
 /// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls back.
@@ -149,7 +149,7 @@ impl<S: Session> Own<'_, S> {
         self.is_open = false;
         if before == Transaction::Broken || self.conn.transaction() != Transaction::None {
             self.conn.mark_broken();
-            mode::note_closed();
+            note_closed();
         }
     }
 }

@@ -16,10 +16,11 @@ use diesel::result::QueryResult;
 
 use super::all::{Busy, Locks};
 use super::sql;
+use crate::drain::note_closed;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::metrics::Raised;
-use crate::mode::{self, Mode, PATIENCE};
+use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, PoolConnection, check_out};
 use crate::session::{Session, Transaction, classify, explain, has_ended, poll_once_quietly};
 use crate::statement::Statement;
@@ -455,7 +456,7 @@ impl<P: Pool> Owner for Pooled<P> {
             holds => {
                 P::Mode::inside(&runtime, || self.conn.discard());
                 if holds != Holds::Nothing {
-                    mode::note_closed();
+                    note_closed();
                 }
             }
         }
@@ -538,7 +539,7 @@ impl<S: Session> Owner for &mut S {
         if released.is_err() {
             let _ = poll_once_quietly(self.batch(&sql::end_session(pid)));
             self.mark_broken();
-            mode::note_closed();
+            note_closed();
         }
         let since = held.since.take();
         held.report_end("drop", began, since, &released);

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use super::AdvisoryLock;
 use super::all::{Busy, Locks};
 use super::attempt::Attempt;
+use crate::drain::note_closed;
 use crate::error::{Error, Result};
-use crate::mode::{self, Mode};
+use crate::mode::Mode;
 use crate::pool::{ConnectionOf, Pool, Reply};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
@@ -179,7 +180,7 @@ impl<S: Session> Drop for Pending<'_, S> {
     fn drop(&mut self) {
         if !self.is_over {
             self.conn.mark_broken();
-            mode::note_closed();
+            note_closed();
         }
     }
 }
@@ -216,7 +217,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
 }
 
 #[cfg(feature = "async")]
-impl<P: Pool<Mode = mode::Async>> AdvisoryLock<P> {
+impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
     /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits.
     ///
     /// Waits while others hold the lock. Rolls back if `work` fails or panics, or if the future is

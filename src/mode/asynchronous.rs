@@ -9,8 +9,9 @@ use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
-use super::{Left, Mode, unless};
+use super::{Mode, unless};
 use crate::alarm::{Alarm, lock};
+use crate::drain::Unfinished;
 use crate::error::{Error, Result};
 use crate::sealed::Sealed;
 use crate::session::asynchronous::Boxed;
@@ -67,10 +68,10 @@ impl Mode for Async {
 
     /// A runtime that has ended drops the operation at once.
     fn finish_later(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
-        let left = Left::new();
+        let unfinished = Unfinished::new();
         spawn(runtime, async move {
             operation.await;
-            drop(left);
+            drop(unfinished);
         });
     }
 
@@ -141,14 +142,14 @@ struct Caller(Arc<Gone>, Option<Duration>);
 struct Gone {
     alarm: Alarm,
     /// Set once the caller is gone, and kept until the task ends.
-    left: Mutex<Option<Left>>,
+    unfinished: Mutex<Option<Unfinished>>,
 }
 
 impl Caller {
     fn new(patience: Option<Duration>) -> Self {
         let gone = Gone {
             alarm: Alarm::unset(),
-            left: Mutex::new(None),
+            unfinished: Mutex::new(None),
         };
         Self(Arc::new(gone), patience)
     }
@@ -156,7 +157,7 @@ impl Caller {
 
 impl Drop for Caller {
     fn drop(&mut self) {
-        *lock(&self.0.left) = Some(Left::new());
+        *lock(&self.0.unfinished) = Some(Unfinished::new());
         if let Some(patience) = self.1 {
             self.0.alarm.set(Instant::now() + patience);
         }

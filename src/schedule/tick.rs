@@ -214,6 +214,11 @@ impl<P: Pool> Tick<P> {
     pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(self.lease.wait_for_loss(timeout))
     }
+
+    /// Waits until the lease is lost. Never returns while it is renewed in time. No round trip.
+    pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
+        P::Mode::drive(self.lease.lost())
+    }
 }
 
 debug!(

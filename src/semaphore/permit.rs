@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::sql;
+use crate::drain::Unfinished;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::lease::Lease;
-use crate::mode::{self, Left, Mode, PATIENCE, PATIENCE_OF_A_LOOP};
+use crate::mode::{self, Mode, PATIENCE, PATIENCE_OF_A_LOOP};
 use crate::pool::{Pool, Reply, debug};
 use crate::waiting::{self, What};
 
@@ -70,10 +71,7 @@ impl<P: Pool> Permit<P> {
     /// Waits until the permit is lost. Never returns while the permit renews itself in time. No
     /// round trip.
     pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
-        P::Mode::drive(async move {
-            self.lease.wait_until_over(None).await;
-            self.is_lost();
-        })
+        P::Mode::drive(self.lease.lost())
     }
 
     /// Extends the permit to its timeout from now. A lost permit cannot be extended, and then
@@ -205,7 +203,7 @@ async fn release<P: Pool>(
     if !is_done {
         // A thread or a task of its own, because a late release still occupies its slot: there are
         // at most as many as this process has slots.
-        let (runtime, left) = (lease.grant.runtime.clone(), Left::new());
+        let (runtime, unfinished) = (lease.grant.runtime.clone(), Unfinished::new());
         P::Mode::in_background(&runtime, async move {
             let mut pause = FIRST_PAUSE;
             loop {
@@ -219,7 +217,7 @@ async fn release<P: Pool>(
                 mode::pause::<P::Mode>(pause).await;
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
-            drop(left);
+            drop(unfinished);
         });
     }
     completed

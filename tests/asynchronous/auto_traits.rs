@@ -64,7 +64,7 @@ fn rows(pool: &PgPool, conn: &mut AsyncPgConnection) {
     is_spawned(report.pause(pool));
     is_spawned(migrations::install(pool));
     is_spawned(check_exclusion(pool));
-    is_spawned(drain(pool, SECOND));
+    is_spawned(drain(SECOND));
 }
 
 #[test]

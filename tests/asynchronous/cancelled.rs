@@ -124,8 +124,8 @@ fn several_locks_that_are_dropped_behind_a_running_statement_are_drained_once_th
                     dropped_asleep(&mut observer, execute(guard.conn(), WORK)).await;
                 });
                 let is_held = observer.all_held() > 0;
-                let is_early = !wait(drain(&pool, Duration::from_millis(100)));
-                assert!(!is_early || wait(drain(&pool, Duration::from_secs(60))));
+                let is_early = !wait(drain(Duration::from_millis(100)));
+                assert!(!is_early || wait(drain(Duration::from_secs(60))));
                 assert_eq!(observer.all_held(), 0);
                 is_held && is_early
             });

@@ -162,3 +162,29 @@ fn a_missing_schema_and_bad_input_end_it() {
     let led = block_on(bad.lead(&pool, |_| std::future::pending()));
     assert_matches!(led, Err(Error::Input(_)));
 }
+
+#[test]
+fn a_term_tells_its_loss_as_a_permit_does_also_in_another_task() {
+    static PATIENT: Leader = Leader::named("dispatcher", Duration::from_secs(12));
+    let database = installed();
+    let (pool, other) = (pool(&database, 2), pool(&database, 1));
+    let (elected, mut terms) = tokio::sync::mpsc::unbounded_channel();
+    let leads = PATIENT.lead(&pool, |term| {
+        elected.send(term).unwrap();
+        std::future::pending()
+    });
+    block_on(async {
+        let told = async {
+            let term = terms.recv().await.unwrap();
+            assert!(!term.is_lost());
+            assert!(depose(&PATIENT, &other).await.unwrap());
+            term.lost().await;
+            assert!(term.is_lost() && !term.is_leader());
+            assert!(term.wait_for_loss(Duration::MAX).await);
+        };
+        tokio::select! {
+            led = leads => match led.unwrap() {},
+            () = told => {}
+        }
+    });
+}

@@ -192,7 +192,7 @@ fn a_permit_whose_server_is_silent_is_drained_when_it_has_expired() {
         let permit = wait(slot.acquire(&pool)).unwrap();
         proxy.cut();
         drop(permit);
-        assert!(wait(drain(&pool, Duration::from_secs(60))));
+        assert!(wait(drain(Duration::from_secs(60))));
     });
 }
 

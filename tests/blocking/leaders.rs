@@ -312,3 +312,21 @@ fn a_stop_ends_a_campaign_and_a_term_though_the_pool_is_empty() {
         eventually("nobody leads", || number(look, leads) == 0);
     }
 }
+
+#[test]
+fn a_term_tells_its_loss_as_a_permit_does() {
+    let database = installed();
+    let (pool, other) = (pool(&database, 2), pool(&database, 1));
+    let stop = Stop::new();
+    PATIENT
+        .lead(&pool, &stop, |term| {
+            assert!(!term.is_lost());
+            assert!(depose(&PATIENT, &other).unwrap());
+            term.lost();
+            assert!(term.is_lost() && !term.is_leader());
+            assert!(term.wait_for_loss(HOUR));
+            stop.stop();
+        })
+        .unwrap();
+    assert!(stop.is_stopped());
+}

@@ -15,8 +15,8 @@ use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 // Everything but the handles, which are those of the pool.
 pub(crate) use diesel_interlock::{
     Admission, Attempt, Check, Decision, DeclaredResources, Done, Error, Full, LocalCheck, LockId,
-    LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion, drain, migrations,
-    monitor, schedule, schema, throttled_resources,
+    LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion, migrations, monitor,
+    schedule, schema, throttled_resources,
 };
 use workbench::Database;
 pub(crate) use workbench::block_on;

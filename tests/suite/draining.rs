@@ -20,14 +20,14 @@ fn permits_that_were_dropped_while_their_pool_was_empty_are_drained_once_they_ar
             Semaphore::named("drained", 3, MINUTE * 60),
         );
         let look = &mut database.connect();
-        assert!(wait(drain(&pool, Duration::ZERO)), "nothing was dropped");
+        assert!(wait(drain(Duration::ZERO)), "nothing was dropped");
         let permits = [(); 3].map(|()| wait(slots.acquire(&pool)).unwrap());
         on_one(&pool, |_conn| {
             drop(permits);
-            assert!(!wait(drain(&pool, Duration::from_millis(20))));
+            assert!(!wait(drain(Duration::from_millis(20))));
             assert_eq!(number(look, IN_FLIGHT), 3);
         });
-        assert!(wait(drain(&pool, MINUTE)));
+        assert!(wait(drain(MINUTE)));
         assert_eq!(number(look, IN_FLIGHT), 0);
     });
 }
@@ -43,7 +43,7 @@ fn guards_that_were_dropped_are_drained_once_their_locks_are_free() {
             // What has no reply after two seconds is left to the server, which may pause.
             let held = in_a_quick_round(Duration::from_secs(2), || {
                 drop([1, 2, 3].map(|key| wait(lock.key(key).acquire(&pool)).unwrap()));
-                assert!(wait(drain(&pool, MINUTE)));
+                assert!(wait(drain(MINUTE)));
                 observer.all_held()
             });
             assert_eq!(held, 0);
@@ -65,7 +65,7 @@ fn a_lock_whose_session_was_closed_is_drained_once_it_is_free() {
             begin(guard.conn());
             let closed = Instant::now();
             drop(guard);
-            assert!(wait(drain(&pool, MINUTE)));
+            assert!(wait(drain(MINUTE)));
             assert!(closed.elapsed() > Duration::from_secs(1));
             observer.all_held() == 0
         });
@@ -82,7 +82,7 @@ fn permits_that_expire_before_they_could_be_released_are_drained_then() {
         let permit = wait(slot.acquire(&pool)).unwrap();
         on_one(&pool, |_conn| {
             drop(permit);
-            assert!(wait(drain(&pool, MINUTE)));
+            assert!(wait(drain(MINUTE)));
         });
     });
 }

@@ -20,9 +20,9 @@ use diesel_async::pooled_connection::{
     AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod,
 };
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl};
-use diesel_interlock::deadpool::{Leader, Once, PgPool, RateLimit, Schedule, Throttle};
+use diesel_interlock::deadpool::{Leader, Once, PgPool, RateLimit, Schedule, Throttle, drain};
 use diesel_interlock::schedule::every;
-use diesel_interlock::{Attempt, Done, Error, Quota, Result, describe_metrics, drain, migrations};
+use diesel_interlock::{Attempt, Done, Error, Quota, Result, describe_metrics, migrations};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use sha2::{Digest, Sha256};
@@ -62,7 +62,7 @@ async fn main() -> Result<(), Box<dyn AnyError>> {
     }
     // The futures of the leader and the schedule are dropped. This waits until they have resigned
     // and given back their tick, which the runtime would not.
-    if !drain(&pool, Duration::from_secs(10)).await {
+    if !drain(Duration::from_secs(10)).await {
         eprintln!("what is held expires by itself");
     }
     Ok(())

@@ -7,7 +7,6 @@ use diesel::prelude::*;
 use diesel_interlock::schedule::RunDue;
 use diesel_interlock::{
     Admission, Attempt, Check, Decision, Error, LockKey, Pool, Quota, Result, check_exclusion,
-    drain,
 };
 
 use crate::Place;
@@ -81,7 +80,7 @@ macro_rules! pool {
     ($name:ident, $($handles:ident)::*, $wait:ident, $half:ident) => {
         mod $name {
             use super::*;
-            use $($handles)::*::{AdvisoryLock, PgPool, RateLimit, Semaphore, Throttle};
+            use $($handles)::*::{AdvisoryLock, PgPool, RateLimit, Semaphore, Throttle, drain};
 
             pub(super) const GROUPS: &[Group] = &[
                 locks, waits, crowds, several, slots, waits_for_slots, dropped, limits, transactions, rows, loops, exclusion,
@@ -96,14 +95,13 @@ macro_rules! pool {
             }
 
             /// What was dropped has ended.
-            fn settle(pool: &PgPool) {
-                let _ = $wait(drain(pool, Duration::from_secs(10)));
+            fn settle() {
+                let _ = $wait(drain(Duration::from_secs(10)));
             }
 
             fn locks(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
-                let lock = &AdvisoryLock::named("free").key(&place.key);
+                                let lock = &AdvisoryLock::named("free").key(&place.key);
                 place.measure("lock: try, release", &["acquired"], || {
                     let attempt = $wait(lock.try_acquire(pool))?;
                     let word = of_attempt(&attempt);
@@ -123,14 +121,13 @@ macro_rules! pool {
                 place.measure("lock: try (busy)", &["busy"], || {
                     Ok(of_attempt(&$wait(busy.try_acquire(pool))?))
                 }, settle);
-                $half::drop_somewhere(place, "lock: try (free), dropped", pool, || lock.try_acquire(pool));
-                $half::drop_somewhere(place, "lock: wait (busy), dropped", pool, || busy.acquire(pool));
+                $half::drop_somewhere(place, "lock: try (free), dropped", || lock.try_acquire(pool));
+                $half::drop_somewhere(place, "lock: wait (busy), dropped", || busy.acquire(pool));
             }
 
             fn waits(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
-                let busy = &AdvisoryLock::named("busy wait").key(&place.key);
+                                let busy = &AdvisoryLock::named("busy wait").key(&place.key);
                 let _holder = foreign_holder(place, busy.lock_key());
                 place.measure("lock: wait (busy)", &["busy"], || {
                     Ok(of_attempt(&$wait(busy.acquire_timeout(pool, place.timeout()))?))
@@ -175,13 +172,12 @@ macro_rules! pool {
                         }
                         Ok(word)
                     })
-                }, || settle(pool));
+                }, settle);
             }
 
             fn several(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
-                let locks = [1, 2, 3].map(|n| AdvisoryLock::named("several").key(format!("{n} {}", place.key)));
+                                let locks = [1, 2, 3].map(|n| AdvisoryLock::named("several").key(format!("{n} {}", place.key)));
                 let all = &AdvisoryLock::all(&locks);
                 place.measure("several locks: try, release", &["acquired"], || {
                     let attempt = $wait(all.try_acquire(pool))?;
@@ -199,8 +195,7 @@ macro_rules! pool {
 
             fn slots(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
-                let free = &Semaphore::named("free", 3, HOUR).key(&place.key);
+                                let free = &Semaphore::named("free", 3, HOUR).key(&place.key);
                 place.measure("semaphore: try, release", &["admitted"], || {
                     let admission = $wait(free.try_acquire(pool))?;
                     let word = of_admission(&admission);
@@ -224,23 +219,22 @@ macro_rules! pool {
             fn dropped(place: &Place<'_>) {
                 let pool = &open(place);
                 let free = &Semaphore::named("dropped", 3, HOUR).key(&place.key);
-                $half::drop_somewhere(place, "semaphore: try, dropped", pool, || free.try_acquire(pool));
+                $half::drop_somewhere(place, "semaphore: try, dropped", || free.try_acquire(pool));
                 let full = &Semaphore::named("dropped and full", 1, HOUR).key(&place.key);
                 let held = $wait(full.acquire(pool)).expect("it is free");
-                $half::drop_somewhere(place, "semaphore: wait (full), dropped", pool, || full.acquire(pool));
+                $half::drop_somewhere(place, "semaphore: wait (full), dropped", || full.acquire(pool));
                 let _ = held.detach();
                 let limit = &RateLimit::named("dropped", PLENTY).key(&place.key);
-                $half::drop_somewhere(place, "rate limit: check, dropped", pool, || limit.check(pool));
+                $half::drop_somewhere(place, "rate limit: check, dropped", || limit.check(pool));
                 let throttle = &Throttle::named("dropped", Duration::from_micros(1)).key(&place.key);
-                $half::drop_somewhere(place, "throttle: attempt, dropped", pool, || throttle.attempt(pool));
+                $half::drop_somewhere(place, "throttle: attempt, dropped", || throttle.attempt(pool));
                 let lock = &AdvisoryLock::named("eight").key(&place.key);
                 $half::drop_eight(place, pool, lock);
             }
 
             fn waits_for_slots(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
-                let full = &Semaphore::named("full", 1, HOUR).key(&place.key);
+                                let full = &Semaphore::named("full", 1, HOUR).key(&place.key);
                 let held = $wait(full.acquire(pool)).expect("it is free");
                 place.measure("semaphore: try (full)", &["full"], || {
                     Ok(of_admission(&$wait(full.try_acquire(pool))?))
@@ -253,8 +247,7 @@ macro_rules! pool {
 
             fn limits(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
-                let free = &RateLimit::named("free", PLENTY).key(&place.key);
+                                let free = &RateLimit::named("free", PLENTY).key(&place.key);
                 place.measure("rate limit: check", &["allowed"], || {
                     Ok(of_check(&$wait(free.check(pool))?))
                 }, settle);
@@ -286,8 +279,7 @@ macro_rules! pool {
 
             fn rows(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
-                let granted = Throttle::named("granted", Duration::from_micros(1)).key(&place.key);
+                                let granted = Throttle::named("granted", Duration::from_micros(1)).key(&place.key);
                 let of_decision = |decision: &Decision| match decision {
                     Decision::Granted(_) => "granted",
                     Decision::Denied(_) => "denied",
@@ -310,14 +302,12 @@ macro_rules! pool {
 
             fn transactions(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
                 place.measure("transaction lock", &["ok"], || $half::transaction(place, pool), settle);
                 place.measure("transaction lock: wait (busy)", &["busy"], || $half::busy_transaction(place, pool), settle);
             }
 
             fn loops(place: &Place<'_>) {
                 let pool = &open(place);
-                let settle = || settle(pool);
                 place.measure("schedule: run_due", &["ran", "later"], || $half::run_due(place, pool), settle);
                 place.measure("leader: one term", &["led"], || {
                     let led = $half::lead(place, pool);
@@ -330,7 +320,7 @@ macro_rules! pool {
                 let pool = &open(place);
                 place.measure("check_exclusion", &["ok"], || {
                     $wait(check_exclusion(pool)).map(|()| "ok")
-                }, || settle(pool));
+                }, settle);
             }
         }
     };
@@ -356,8 +346,7 @@ mod in_threads {
     use super::*;
 
     /// Only futures can be dropped.
-    pub(super) fn drop_somewhere<T>(_: &Place<'_>, _: &'static str, _: &PgPool, _: impl Fn() -> T) {
-    }
+    pub(super) fn drop_somewhere<T>(_: &Place<'_>, _: &'static str, _: impl Fn() -> T) {}
 
     pub(super) fn drop_eight(_: &Place<'_>, _: &PgPool, _: &AdvisoryLock) {}
 
@@ -435,14 +424,13 @@ mod in_tasks {
     use super::*;
 
     /// Drops an operation at some time before its end, or what it returned.
-    pub(super) fn drop_somewhere<P: Pool<Mode = Async>, T, F: Future<Output = Result<T>>>(
+    pub(super) fn drop_somewhere<T, F: Future<Output = Result<T>>>(
         place: &Place<'_>,
         operation: &'static str,
-        pool: &P,
         begin: impl Fn() -> F,
     ) {
         let settle = || {
-            block_on(drain(pool, Duration::from_secs(10)));
+            block_on(diesel_interlock::deadpool::drain(Duration::from_secs(10)));
         };
         place.measure(
             operation,
@@ -468,7 +456,7 @@ mod in_tasks {
         lock: &AdvisoryLock<P>,
     ) {
         let settle = || {
-            block_on(drain(pool, Duration::from_secs(10)));
+            block_on(diesel_interlock::deadpool::drain(Duration::from_secs(10)));
         };
         let run = || {
             let tasks: Vec<_> = (0..8)

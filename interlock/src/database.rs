@@ -205,16 +205,18 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
 const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0; \
     SET LOCAL quote_all_identifiers = off";
 
+/// What only reads cannot be made to write: a function of others could otherwise grant them a role.
+const READ_ONLY: &str = "SET LOCAL transaction_read_only = on";
+
 #[derive(QueryableByName)]
 struct Json {
     #[diesel(sql_type = Text)]
     rows: String,
 }
 
-/// The rows of a query, or of an UPDATE that returns them, each an object whose members are in the
-/// order of the columns.
+/// The rows of a query, each an object whose members are in the order of the columns.
 pub(crate) fn rows(conn: &mut PgConnection, query: &str) -> QueryResult<Vec<Value>> {
-    rows_with(conn, query, "")
+    rows_of(conn, query, None, true)
 }
 
 /// The same of a query with `$1`.
@@ -223,15 +225,36 @@ pub(crate) fn rows_with(
     query: &str,
     bind: &str,
 ) -> QueryResult<Vec<Value>> {
+    rows_of(conn, query, Some(bind), true)
+}
+
+/// The rows of a statement with `$1` that changes something.
+pub(crate) fn changed(
+    conn: &mut PgConnection,
+    statement: &str,
+    bind: &str,
+) -> QueryResult<Vec<Value>> {
+    rows_of(conn, statement, Some(bind), false)
+}
+
+fn rows_of(
+    conn: &mut PgConnection,
+    query: &str,
+    bind: Option<&str>,
+    is_read_only: bool,
+) -> QueryResult<Vec<Value>> {
     let query =
         format!("WITH q AS ({query}) SELECT COALESCE(json_agg(q), '[]')::text AS rows FROM q");
     let json: Json = conn.transaction(|conn| {
-        conn.batch_execute(OWN)?;
-        if query.contains("$1") {
-            let query = diesel::sql_query(query);
-            query.bind::<Text, _>(bind).get_result(conn)
+        conn.batch_execute(&if is_read_only {
+            format!("{OWN}; {READ_ONLY}")
         } else {
-            diesel::sql_query(query).get_result(conn)
+            OWN.to_owned()
+        })?;
+        let query = diesel::sql_query(query);
+        match bind {
+            Some(bind) => query.bind::<Text, _>(bind).get_result(conn),
+            None => query.get_result(conn),
         }
     })?;
     serde_json::from_str(&json.rows)
@@ -246,14 +269,30 @@ pub(crate) fn execute(conn: &mut PgConnection, statements: &str) -> QueryResult<
     })
 }
 
+/// Who has which right beyond the objects that it owns. A role has those of each role that it may
+/// become, which a function can do. `pg_monitor` and `pg_signal_backend` are no such right, because
+/// roles that only look have them.
+const POWERS: &str = "
+    SELECT a.power, r.oid AS role FROM pg_roles AS r, LATERAL (VALUES
+        ('SUPERUSER', r.rolsuper), ('CREATEROLE', r.rolcreaterole), ('REPLICATION', r.rolreplication),
+        ('BYPASSRLS', r.rolbypassrls),
+        (r.rolname::text, r.rolname = ANY ('{pg_execute_server_program,pg_read_server_files,
+            pg_write_server_files,pg_read_all_data,pg_write_all_data,pg_maintain,
+            pg_create_subscription,pg_database_owner,rds_superuser,cloudsqlsuperuser,
+            alloydbsuperuser,azure_pg_admin,neon_superuser}'))
+    ) AS a (power, is_had) WHERE a.is_had";
+
 /// The schema `resource_control`, as this role may use it. Nothing of the schema is read, called or
 /// written before this is known.
 #[derive(Debug)]
 pub(crate) enum Schema {
     Absent,
-    /// This role is a superuser, and that one is none and owns a part of the schema: its functions
-    /// would be called with the rights of a superuser.
-    Foreign(String),
+    /// A part of the schema belongs to the role `owner`, which lacks a right of this role. Its
+    /// functions would be called with that right.
+    Foreign {
+        owner: String,
+        power: String,
+    },
     /// This role has no right to use it, which locks do not need.
     Closed,
     /// This role may read the views and write nothing, as `grants.sql --set=reads=1` grants.
@@ -263,7 +302,29 @@ pub(crate) enum Schema {
 
 impl Schema {
     pub(crate) fn of(conn: &mut PgConnection) -> QueryResult<Self> {
-        const SCHEMA: &str = "
+        let schema = format!(
+            "
+            WITH powers AS MATERIALIZED ({POWERS}),
+            strangers AS (
+                SELECT r.rolname AS owner, m.power
+                    FROM (
+                        SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'resource_control'
+                        UNION SELECT c.relowner FROM pg_class AS c
+                            WHERE c.relnamespace = to_regnamespace('resource_control')::oid
+                        UNION SELECT p.proowner FROM pg_proc AS p
+                            WHERE p.pronamespace = to_regnamespace('resource_control')::oid
+                        UNION SELECT t.typowner FROM pg_type AS t
+                            WHERE t.typnamespace = to_regnamespace('resource_control')::oid
+                        UNION SELECT p.proowner FROM pg_trigger AS t
+                            JOIN pg_class AS c ON c.oid = t.tgrelid
+                            JOIN pg_proc AS p ON p.oid = t.tgfoid
+                            WHERE c.relnamespace = to_regnamespace('resource_control')::oid
+                    ) AS o (owner) JOIN pg_roles AS r ON r.oid = o.owner
+                    JOIN powers AS m ON pg_has_role(m.role, 'MEMBER')
+                    WHERE NOT EXISTS (SELECT FROM powers AS t
+                        WHERE t.power = m.power AND pg_has_role(r.oid, t.role, 'MEMBER'))
+                    ORDER BY m.power <> 'SUPERUSER', r.rolname, m.power LIMIT 1
+            )
             SELECT has_schema_privilege(n.oid, 'USAGE') AS is_open,
                 (SELECT bool_or(has_table_privilege(c.oid, 'INSERT, UPDATE, DELETE'))
                     FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relkind = 'r')
@@ -271,39 +332,50 @@ impl Schema {
                 (SELECT bool_or(has_table_privilege(c.oid, 'SELECT'))
                     FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relkind = 'v')
                     AS is_readable,
-                (SELECT r.rolname FROM (
-                        SELECT n.nspowner
-                        UNION SELECT relowner FROM pg_class WHERE relnamespace = n.oid
-                        UNION SELECT proowner FROM pg_proc WHERE pronamespace = n.oid
-                        UNION SELECT typowner FROM pg_type WHERE typnamespace = n.oid
-                        UNION SELECT p.proowner FROM pg_trigger AS t
-                            JOIN pg_class AS c ON c.oid = t.tgrelid
-                            JOIN pg_proc AS p ON p.oid = t.tgfoid WHERE c.relnamespace = n.oid
-                    ) AS o (owner) JOIN pg_roles AS r ON r.oid = o.owner
-                    WHERE NOT r.rolsuper
-                        AND (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
-                    ORDER BY r.oid <> n.nspowner, r.rolname LIMIT 1) AS stranger
-            FROM pg_namespace AS n WHERE n.nspname = 'resource_control'";
-        let rows = rows(conn, SCHEMA)?;
+                (SELECT s.owner FROM strangers AS s) AS stranger,
+                (SELECT s.power FROM strangers AS s) AS power
+            FROM pg_namespace AS n WHERE n.nspname = 'resource_control'"
+        );
+        let rows = rows(conn, &schema)?;
+        let text = |row: &Value, member: &str| plain(row[member].as_str().unwrap_or_default());
         Ok(match rows.first() {
             None => Self::Absent,
-            Some(it) if it["stranger"].is_string() => {
-                Self::Foreign(plain(it["stranger"].as_str().unwrap_or_default()))
-            }
+            Some(it) if it["stranger"].is_string() => Self::Foreign {
+                owner: text(it, "stranger"),
+                power: text(it, "power"),
+            },
             Some(it) if it["is_open"] != true => Self::Closed,
             Some(it) if it["is_writable"] != true && it["is_readable"] == true => Self::Readable,
             Some(_) => Self::Usable,
         })
     }
 
+    /// Creates the schema, empty, if this role has a right that another one may lack, so that no
+    /// other can create it first. What the migrations refuse stays as it is.
+    pub(crate) fn claim(conn: &mut PgConnection) -> QueryResult<()> {
+        execute(
+            conn,
+            &format!(
+                "DO $$ BEGIN
+                    IF EXISTS (SELECT FROM ({POWERS}) AS p WHERE pg_has_role(p.role, 'MEMBER'))
+                        AND current_setting('server_version_num')::int >= 140000
+                        AND getdatabaseencoding() = 'UTF8' AND NOT pg_is_in_recovery()
+                    THEN
+                        CREATE SCHEMA resource_control;
+                    END IF;
+                END $$"
+            ),
+        )
+    }
+
     /// Why not even its views are read.
     pub(crate) fn why_unread(&self) -> Option<String> {
         match self {
             Self::Absent => Some("the schema resource_control is not installed".to_owned()),
-            Self::Foreign(owner) => Some(format!(
+            Self::Foreign { owner, power } => Some(format!(
                 "the schema resource_control, or something in it, belongs to the role {owner}, \
-                    whose functions would run with the rights of this superuser: connect as \
-                    {owner} instead"
+                    whose functions would run with the rights of this role, which has {power}: \
+                    connect as {owner} instead"
             )),
             Self::Closed => Some("this role may not use the schema resource_control".to_owned()),
             Self::Readable | Self::Usable => None,
@@ -314,7 +386,7 @@ impl Schema {
     pub(crate) fn require(&self) -> Result<(), Failure> {
         match (self, self.why_unread()) {
             (Self::Absent, _) => Err(Error::NotInstalled.into()),
-            (Self::Foreign(_), Some(why)) => Err(Failure::new(Failure::SET_UP, why)),
+            (Self::Foreign { .. }, Some(why)) => Err(Failure::new(Failure::SET_UP, why)),
             _ => Ok(()),
         }
     }

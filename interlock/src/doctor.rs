@@ -155,7 +155,7 @@ impl Doctor {
                 report.ok(&found);
                 return Ok(());
             }
-            Schema::Foreign(_) => {
+            Schema::Foreign { .. } => {
                 let failed = schema.require().err();
                 let (found, why) = failed.as_ref().map(split).unwrap_or_default();
                 // For its owner, it may well be in order.

@@ -257,7 +257,9 @@ impl Held {
                         }
                         Err(error) => error.to_string(),
                     },
-                    Ok(foreign @ Schema::Foreign(_)) => foreign.why_unread().unwrap_or_default(),
+                    Ok(foreign @ Schema::Foreign { .. }) => {
+                        foreign.why_unread().unwrap_or_default()
+                    }
                     Ok(_) => return Ok(None),
                     Err(error) if error.is_unavailable() => return Err(error),
                     Err(error) => error.to_string(),

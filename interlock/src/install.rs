@@ -83,27 +83,17 @@ impl Install {
     }
 }
 
-/// A superuser runs nothing in a schema of somebody else, and creates the schema here, before
-/// another role can do so while the installation waits for a lock. What the migrations refuse stays
-/// as it is.
+/// Nothing runs in a schema of somebody who may do less, and the schema is created here, before
+/// another role can do so while the installation waits for a lock.
 fn claim(conn: &mut PgConnection) -> Result<(), Failure> {
-    const CREATE: &str = "
-        DO $$ BEGIN
-            IF (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
-                AND current_setting('server_version_num')::int >= 140000
-                AND getdatabaseencoding() = 'UTF8' AND NOT pg_is_in_recovery()
-            THEN
-                CREATE SCHEMA resource_control;
-            END IF;
-        END $$";
     let mut schema = Schema::of(conn)?;
     if matches!(schema, Schema::Absent) {
         // If that fails, the migrations say why; if somebody was faster, the next look does.
-        let _ = database::execute(conn, CREATE);
+        let _ = Schema::claim(conn);
         schema = Schema::of(conn)?;
     }
     match schema {
-        Schema::Foreign(_) => schema.require(),
+        Schema::Foreign { .. } => schema.require(),
         _ => Ok(()),
     }
 }

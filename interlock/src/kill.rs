@@ -8,7 +8,7 @@ use clap::Args;
 use diesel::pg::PgConnection;
 use serde_json::Value;
 
-use crate::database::{self, LOCKS, Schema, in_time, rows_with};
+use crate::database::{self, LOCKS, Schema, changed, in_time, rows_with};
 use crate::{Failure, ps, say};
 
 #[derive(Debug, Args)]
@@ -155,7 +155,7 @@ impl Kill {
         match Schema::of(conn)? {
             Schema::Readable | Schema::Usable => {}
             schema => {
-                if let (Schema::Foreign(_), Some(why)) = (&schema, schema.why_unread()) {
+                if let (Schema::Foreign { .. }, Some(why)) = (&schema, schema.why_unread()) {
                     say!("{why}");
                 }
                 return Ok(());
@@ -207,7 +207,7 @@ impl Kill {
         let (mut told, mut stays) = (Vec::new(), false);
         for holder in holders {
             let one = Value::from(vec![holder.clone()]).to_string();
-            let done = in_time(|| rows_with(&mut conn, &act, &one)).map_err(Failure::from);
+            let done = in_time(|| changed(&mut conn, &act, &one)).map_err(Failure::from);
             let (pid, is_seen) = (&holder["pid"], !holder["session_since"].is_null());
             let (why, is_left) = match done {
                 Ok(done) if done.iter().any(|row| row["is_done"] == true) => {

@@ -7,7 +7,7 @@ use diesel::pg::PgConnection;
 use diesel_interlock::migrations;
 use serde_json::{Value, json};
 
-use crate::database::{execute, rows, rows_with};
+use crate::database::{changed, execute, rows, rows_with};
 
 /// A function as its migration writes it.
 #[derive(Debug)]
@@ -246,7 +246,7 @@ pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<Strin
             versions.push(version(text));
         }
     }
-    let forgotten = rows_with(conn, FORGET, &json!(versions).to_string())?;
+    let forgotten = changed(conn, FORGET, &json!(versions).to_string())?;
     let version = |row: &Value| row["version"].as_str().map(str::to_owned);
     Ok(forgotten.iter().filter_map(version).collect())
 }

@@ -215,6 +215,113 @@ fn a_superuser_calls_nothing_of_a_schema_of_somebody_else() {
     }
 }
 
+/// Each would give a stranger's view a right that the stranger lacks, such as to name a superuser.
+#[test]
+fn a_schema_of_somebody_who_may_do_less_is_not_trusted() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut looks = session(&database);
+    let name = database.name();
+    looks.sql(&format!(
+        "CREATE ROLE mallory LOGIN; GRANT CREATE ON DATABASE {name} TO mallory;
+         CREATE ROLE admins CREATEROLE; CREATE ROLE owner LOGIN;
+         CREATE ROLE dba LOGIN; GRANT CONNECT ON DATABASE {name} TO dba"
+    ));
+    let mut mallory = Session(Endpoint::new(&database.url_with("user", "mallory")).connect());
+    mallory.sql(
+        "CREATE SCHEMA resource_control; GRANT USAGE ON SCHEMA resource_control TO PUBLIC;
+         CREATE FUNCTION resource_control.rise() RETURNS text LANGUAGE plpgsql
+            AS $$ BEGIN RAISE 'trap %', current_user; END $$;
+         CREATE VIEW resource_control.slot_in_flight AS SELECT resource_control.rise() AS service,
+            1 AS slot, 1::bigint AS id, now() AS created_at, now() AS expires_at, '' AS details;
+         GRANT SELECT ON resource_control.slot_in_flight TO PUBLIC",
+    );
+    let url = &database.url_with("user", "dba");
+    let reads_it = |text: &str| text.contains("trap dba");
+    let (_, text) = printed(&mut interlock(url, "ps"));
+    assert!(reads_it(&text), "an ordinary role trusts it: {text}");
+    for (power, none) in [
+        ("ALTER ROLE dba CREATEROLE", "ALTER ROLE dba NOCREATEROLE"),
+        ("ALTER ROLE dba REPLICATION", "ALTER ROLE dba NOREPLICATION"),
+        ("ALTER ROLE dba BYPASSRLS", "ALTER ROLE dba NOBYPASSRLS"),
+        (
+            "GRANT pg_execute_server_program TO dba",
+            "REVOKE pg_execute_server_program FROM dba",
+        ),
+        (
+            "GRANT pg_read_all_data TO dba",
+            "REVOKE pg_read_all_data FROM dba",
+        ),
+        // A function may become whoever the role may become.
+        (
+            "ALTER ROLE dba NOINHERIT; GRANT admins TO dba",
+            "ALTER ROLE dba INHERIT; REVOKE admins FROM dba",
+        ),
+        (
+            &*format!("ALTER DATABASE {name} OWNER TO dba"),
+            &*format!("ALTER DATABASE {name} OWNER TO CURRENT_USER"),
+        ),
+    ] {
+        looks.sql(power);
+        for (line, expected) in [
+            ("ps", 0),
+            ("doctor --needs-schema", 1),
+            ("install", 78),
+            ("kill x --slot 1 --yes", 78),
+            ("run x --lease 30s -- true", 78),
+            ("run x -- true", 0),
+        ] {
+            let (status, text) = printed(&mut interlock(url, line));
+            assert_eq!(status, Some(expected), "{power}: {line}: {text}");
+            assert!(
+                text.contains("connect as mallory instead"),
+                "{power}: {line}: {text}"
+            );
+            assert!(!reads_it(&text), "{power}: {line}: {text}");
+        }
+        looks.sql(none);
+    }
+    // Who may do as much, and who may become the other one, can do no harm by it.
+    looks.sql("ALTER ROLE dba CREATEROLE; GRANT admins TO mallory");
+    let (_, text) = printed(&mut interlock(url, "ps"));
+    assert!(reads_it(&text), "{text}");
+    // What roles that look have is nothing that a stranger lacks.
+    looks.sql("ALTER ROLE dba NOCREATEROLE; GRANT pg_monitor, pg_signal_backend TO dba");
+    let (_, text) = printed(&mut interlock(url, "ps"));
+    assert!(reads_it(&text), "{text}");
+}
+
+/// On PostgreSQL 14 and 15 each role may grant itself.
+#[test]
+fn what_only_looks_cannot_be_made_to_write() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut looks = session(&database);
+    looks.sql("CREATE ROLE mallory LOGIN; CREATE ROLE app LOGIN");
+    looks.sql(&format!(
+        "GRANT CREATE ON DATABASE {} TO mallory",
+        database.name()
+    ));
+    let mut mallory = Session(Endpoint::new(&database.url_with("user", "mallory")).connect());
+    mallory.sql(
+        "CREATE SCHEMA resource_control; GRANT USAGE ON SCHEMA resource_control TO PUBLIC;
+         CREATE FUNCTION resource_control.rise() RETURNS text LANGUAGE plpgsql
+            AS $$ BEGIN
+                ALTER ROLE app PASSWORD 'known'; RETURN 'risen';
+            END $$;
+         CREATE VIEW resource_control.slot_in_flight AS SELECT resource_control.rise() AS service,
+            1 AS slot, 1::bigint AS id, now() AS created_at, now() AS expires_at, '' AS details;
+         GRANT SELECT ON resource_control.slot_in_flight TO PUBLIC",
+    );
+    let url = &database.url_with("user", "app");
+    for line in ["ps", "doctor"] {
+        let (_, text) = printed(&mut interlock(url, line));
+        assert!(!text.contains("risen"), "{line}: {text}");
+    }
+    let known = "SELECT count(*) FROM pg_authid WHERE rolname = 'app' AND rolpassword IS NOT NULL";
+    assert_eq!(looks.number(known), 0);
+}
+
 #[test]
 fn a_schema_that_is_created_while_a_superuser_installs_is_not_trusted() {
     let cluster = Cluster::start();

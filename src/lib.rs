@@ -24,6 +24,7 @@
 //! | Refusing a late write of a former holder | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Who holds, who waits, what is due | [`monitor`] |
+//! | Deleting rows that are no longer needed | [`prune`] |
 //!
 //! [a transaction lock]: advisory::AdvisoryLock#transaction-locks
 //! [`try_acquire`]: advisory::AdvisoryLock::try_acquire
@@ -110,6 +111,7 @@ mod mode;
 pub mod monitor;
 pub mod once;
 mod pool;
+pub mod prune;
 pub mod rate_limit;
 pub mod schedule;
 #[allow(missing_docs, unreachable_pub)]

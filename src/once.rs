@@ -11,7 +11,7 @@
 // inverted, but no named lock is a pair. So a client cannot choose a key that collides with a named
 // lock.
 
-mod sql;
+pub(crate) mod sql;
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -23,15 +23,12 @@ use diesel::result::Error as DieselError;
 use crate::advisory::sql::Lock;
 use crate::advisory::xact;
 use crate::advisory::{Attempt, Locks};
-use crate::call::in_batches;
 use crate::error::{Error, Result};
 use crate::event::{Event, Subject};
 use crate::input;
-use crate::input::LONGEST;
 use crate::key::fnv1a;
 use crate::metrics::Raised;
-use crate::mode::Mode;
-use crate::pool::{ConnectionOf, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, debug};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
 use crate::session::{Session, classify, is_read_only};
@@ -84,7 +81,7 @@ use crate::transaction::Own;
 /// The bytes are yours to define: usually the reply. If a client might reuse a key for another
 /// request, add for example a hash of the request, so that you can refuse the other one. If clients
 /// choose the keys, put the client's identity into the key. A key is remembered until it is
-/// [pruned](Self::prune).
+/// [pruned](crate::prune::once).
 ///
 /// # Transactions and waiting
 ///
@@ -172,19 +169,6 @@ impl<P: Pool> Once<P> {
             key: Some(input::show(key)),
             ..*self
         }
-    }
-
-    /// Forgets work that was done longer ago than `older_than`, of all names, and returns how many.
-    ///
-    /// A client that repeats such a request has the work done again. One round trip for every
-    /// 10,000: a `DELETE` that reads the table.
-    pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, u64> {
-        P::Mode::drive(async move {
-            if older_than > LONGEST {
-                return Err(Error::input("`older_than` must be at most 1,000 years"));
-            }
-            in_batches(pool, sql::prune(older_than)).await
-        })
     }
 
     async fn run_on<T: Into<Vec<u8>>, E: From<Error>>(

@@ -5,7 +5,7 @@ mod check;
 mod headers;
 mod local;
 mod quota;
-mod sql;
+pub(crate) mod sql;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -22,7 +22,7 @@ pub use self::check::{Check, KeyState, Limited, Spent};
 pub use self::local::{LocalCheck, LocalRateLimit};
 pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
-use crate::call::{ask, ask_on, in_batches};
+use crate::call::{ask, ask_on};
 use crate::error::{Error, Result};
 use crate::event::{Subject, changed};
 use crate::input;
@@ -58,7 +58,7 @@ use crate::waiting::{self, Turns, What};
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// A key has a row from its first call until it is [pruned](Self::prune). A denial only reads. A
+/// A key has a row from its first call until it is [pruned](crate::prune::rate_limits). A denial only reads. A
 /// changed quota applies from the key's next call on; the units that the key owes stay owed.
 ///
 /// A grant commits asynchronously, so a crash of the server may forget the grants of the last
@@ -242,12 +242,6 @@ impl<P: Pool> RateLimit<P> {
             };
             self.subject().observe_as("refund", changed, refund).await
         })
-    }
-
-    /// Deletes the keys that are full, of all limits, and returns how many. A key in use is
-    /// skipped. One round trip for every 10,000 keys.
-    pub fn prune(pool: &P) -> Reply<'_, P, u64> {
-        P::Mode::drive(in_batches(pool, sql::prune()))
     }
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {

@@ -2,7 +2,7 @@
 
 mod admission;
 mod permit;
-mod sql;
+pub(crate) mod sql;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 pub use self::admission::{Admission, Full};
 pub use self::permit::Permit;
-use crate::call::{ask_surely, in_batches};
+use crate::call::ask_surely;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
@@ -60,7 +60,7 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 ///
 /// A permit is a row of `resource_control.service_request` with one of the slots 0 to N − 1. The
 /// claim inserts the row, and the release marks it as completed. The row then stays as a log entry
-/// until it is [pruned](Self::prune). A permit holds no connection.
+/// until it is [pruned](crate::prune::requests). A permit holds no connection.
 ///
 /// A permit ends when it is released, or else when its timeout has passed by the clock of the
 /// database. So the slot of a crashed process becomes free again. If work may take longer than the
@@ -276,17 +276,6 @@ impl<P: Pool> Semaphore<P> {
                 ask_surely(pool, None, renew, |was_in_flight, _| was_in_flight).await
             };
             self.subject.observe_as("renew", was_in_flight, renew).await
-        })
-    }
-
-    /// Deletes requests that ended longer ago than `older_than` from the log, of all services, and
-    /// returns how many. The oldest are deleted first, 10,000 per transaction.
-    pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, u64> {
-        P::Mode::drive(async move {
-            if older_than > LONGEST {
-                return Err(Error::input("`older_than` must be at most 1,000 years"));
-            }
-            in_batches(pool, sql::prune(older_than)).await
         })
     }
 

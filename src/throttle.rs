@@ -2,7 +2,7 @@
 
 mod decision;
 mod resource;
-mod sql;
+pub(crate) mod sql;
 mod sync;
 
 use std::borrow::Cow;
@@ -15,7 +15,7 @@ use diesel::data_types::PgInterval;
 pub use self::decision::{Decision, Denied, Granted, LastGrant};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
 pub use self::sync::{Difference, Synced};
-use crate::call::{ask, ask_on, in_batches};
+use crate::call::{ask, ask_on};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input::LONGEST;
@@ -96,7 +96,7 @@ impl<P: Pool> Throttle<P> {
     }
 
     /// Returns the throttle of one tenant, user or address. Each key is granted independently of
-    /// the others, and has a row until it is [pruned](Self::prune). A second call replaces the
+    /// the others, and has a row until it is [pruned](crate::prune::throttles). A second call replaces the
     /// first key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
@@ -133,14 +133,6 @@ impl<P: Pool> Throttle<P> {
         P::Mode::drive(self.subject().observe("attempt_on", async move {
             self.decide(ask_on(conn, &self.statements()?).await?)
         }))
-    }
-
-    /// Deletes keys that are no longer needed, of all throttles, and returns how many.
-    ///
-    /// A key is deleted once it has been due for as long as its interval; a key in use is skipped.
-    /// One round trip for every 10,000 keys.
-    pub fn prune(pool: &P) -> Reply<'_, P, u64> {
-        P::Mode::drive(in_batches(pool, sql::prune()))
     }
 
     /// Returns the name, the key, and whether the throttle is of a resource.

@@ -6,8 +6,8 @@ use diesel::data_types::PgTimestamp;
 use diesel::sql_types::{BigInt, Binary, Bool, Nullable, Timestamptz};
 
 use crate::advisory::sql::notice_client;
-use crate::call::BATCH;
 use crate::input::interval;
+use crate::prune::BATCH;
 use crate::statement::{Statement, keep_commit};
 
 /// Returns whether this transaction has the lock, the stored outcome, and when the transaction
@@ -47,7 +47,7 @@ pub(super) fn store(name: &str, key: &str, outcome: &[u8], began: PgTimestamp) -
 }
 
 /// Deletes a batch of old outcomes, and returns how many.
-pub(super) fn prune(older_than: Duration) -> Statement<BigInt> {
+pub(crate) fn prune(older_than: Duration) -> Statement<BigInt> {
     const PRUNE: &str = "WITH done AS (
             DELETE FROM resource_control.once WHERE ctid = ANY (ARRAY(
                 SELECT o.ctid FROM resource_control.once AS o

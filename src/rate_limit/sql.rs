@@ -8,7 +8,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Nullable, Timestamptz};
 
 use super::quota::Exact;
-use crate::call::BATCH;
+use crate::prune::BATCH;
 use crate::statement::{Statement, database, keep_commit};
 
 /// A call: who spends how many units under which quota.
@@ -251,6 +251,6 @@ pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
 }
 
 /// Deletes keys that are full, and skips those in use.
-pub(super) fn prune() -> Statement<BigInt> {
+pub(crate) fn prune() -> Statement<BigInt> {
     Statement::new(PRUNE, [BATCH.into()])
 }

@@ -18,9 +18,9 @@ use std::time::Duration;
 use diesel::data_types::PgInterval;
 use diesel::sql_types::{BigInt, Bool, Integer, Interval, Nullable};
 
-use crate::call::BATCH;
 use crate::input::interval;
 use crate::lease::Row;
+use crate::prune::BATCH;
 use crate::statement::{Statement, database};
 
 /// The id of the request, or when to try again; and the database.
@@ -88,7 +88,7 @@ pub(super) fn renew_of_another(service: &str, id: i64, timeout: Duration) -> Sta
 }
 
 /// Deletes a batch of old requests, and returns how many.
-pub(super) fn prune(older_than: Duration) -> Statement<BigInt> {
+pub(crate) fn prune(older_than: Duration) -> Statement<BigInt> {
     Statement::new(
         "SELECT resource_control.prune_service_requests($1, $2::integer)::bigint",
         [interval(older_than).into(), BATCH.into()],

@@ -7,7 +7,7 @@
 use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
-use crate::call::BATCH;
+use crate::prune::BATCH;
 use crate::statement::{Statement, keep_commit, own_lock};
 
 /// Whether the throttle was granted; the time of that decision; the time of the last grant and who
@@ -140,7 +140,7 @@ pub(super) fn keyed_resource(name: &str, key: &str, details: &str) -> [Attempt; 
 }
 
 /// Deletes the keys that have been due for as long as their interval, and skips those in use.
-pub(super) fn prune() -> Statement<BigInt> {
+pub(crate) fn prune() -> Statement<BigInt> {
     Statement::new(PRUNE, [BATCH.into()])
 }
 

@@ -16,7 +16,7 @@ use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 pub(crate) use diesel_interlock::{
     Admission, Attempt, Check, Decision, DeclaredResources, Done, Error, Full, LocalCheck, LockId,
     LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion, migrations, monitor,
-    schedule, schema, throttled_resources,
+    prune, schedule, schema, throttled_resources,
 };
 use workbench::Database;
 pub(crate) use workbench::block_on;

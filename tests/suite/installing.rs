@@ -493,7 +493,7 @@ fn a_role_with_the_grants_does_everything_but_declare_labels() {
     ] {
         assert!(wait(throttle.attempt(own)).unwrap().is_granted());
     }
-    wait(Throttle::prune(own)).unwrap();
+    wait(prune::throttles(own)).unwrap();
     let semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
     let permit = wait(semaphore.try_acquire(own))
         .unwrap()
@@ -507,7 +507,7 @@ fn a_role_with_the_grants_does_everything_but_declare_labels() {
         wait(Once::named("o").run(conn, work!(|_conn| Ok("done"))))
     });
     assert!(done.unwrap().is_first());
-    assert_eq!(wait(Once::prune(own, Duration::ZERO)).unwrap(), 1);
+    assert_eq!(wait(prune::once(own, Duration::ZERO)).unwrap(), 1);
     let mut guard = wait(AdvisoryLock::named("roles").acquire(own)).unwrap();
     let token = wait(guard.fencing_token()).unwrap();
     wait(guard.release()).unwrap();

@@ -12,7 +12,7 @@ use workbench::{Cluster, Database};
 use crate::assert_matches;
 use crate::half::{
     Attempt, Conn, Done, Error, Once, PgPool, begin, end, execute, make_pool, on_first, on_one,
-    pool, unchecked_pool, wait,
+    pool, prune, unchecked_pool, wait,
 };
 use crate::support::{
     Observer, assert_pool_whole, eventually, install, installed, number, run, text,
@@ -440,7 +440,7 @@ fn what_is_old_is_forgotten() {
         assert!(charged(&CHARGE.key(key), &pool, "").unwrap().is_first());
     }
     let hour = Duration::from_secs(3600);
-    assert_eq!(wait(Once::prune(&pool, hour)).unwrap(), 0);
+    assert_eq!(wait(prune::once(&pool, hour)).unwrap(), 0);
     run(
         conn,
         "UPDATE resource_control.once SET done_at = done_at - interval '1 hour' WHERE key < '2';
@@ -451,15 +451,15 @@ fn what_is_old_is_forgotten() {
         conn,
         "BEGIN; SELECT FROM resource_control.once WHERE name = 'charge' AND key = '1' FOR UPDATE",
     );
-    assert_eq!(wait(Once::prune(&pool, hour)).unwrap(), 10_001);
+    assert_eq!(wait(prune::once(&pool, hour)).unwrap(), 10_001);
     run(conn, "COMMIT");
     for (key, is_forgotten) in [(0, true), (1, false), (2, false)] {
         let done = charged(&CHARGE.key(key), &pool, "").unwrap();
         assert_eq!(done.is_first(), is_forgotten, "{key}");
     }
-    assert_eq!(wait(Once::prune(&pool, Duration::ZERO)).unwrap(), 3);
+    assert_eq!(wait(prune::once(&pool, Duration::ZERO)).unwrap(), 3);
     assert_matches!(
-        wait(Once::prune(&pool, Duration::MAX)),
+        wait(prune::once(&pool, Duration::MAX)),
         Err(Error::Input(_))
     );
 }
@@ -555,7 +555,7 @@ fn without_the_schema_that_is_the_error() {
     let pool = pool(&database, 1);
     assert_matches!(charged(&CHARGE, &pool, "done"), Err(Error::NotInstalled));
     assert_matches!(
-        wait(Once::prune(&pool, Duration::ZERO)),
+        wait(prune::once(&pool, Duration::ZERO)),
         Err(Error::NotInstalled)
     );
     assert_pool_whole(&pool, &database);

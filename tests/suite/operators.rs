@@ -217,7 +217,7 @@ fn no_operation_refers_to_an_operator_of_others() {
             ("resources", &|| throttles(Throttle::of(Resource::Import))),
             ("pruned throttles", &|| {
                 owned("UPDATE throttle SET last_granted = last_granted - interval '1 day'");
-                assert!(wait(Throttle::prune(&pool)).unwrap() > 0);
+                assert!(wait(prune::throttles(&pool)).unwrap() > 0);
             }),
             ("declared resources", &|| {
                 owned("UPDATE throttled_resource SET throttle_interval = interval '1 day'");
@@ -270,7 +270,7 @@ fn no_operation_refers_to_an_operator_of_others() {
                         .is_allowed()
                 );
                 owned("UPDATE rate_limit SET full_at = clock_timestamp()");
-                assert!(wait(RateLimit::prune(&pool)).unwrap() > 0);
+                assert!(wait(prune::rate_limits(&pool)).unwrap() > 0);
             }),
             ("a key in use", &|| {
                 let locked = LIMIT.key("locked");
@@ -305,7 +305,7 @@ fn no_operation_refers_to_an_operator_of_others() {
                 let _ = wait(key.acquire(&pool)).unwrap().detach();
                 owned("UPDATE service_request SET expires_at = created_at");
                 let _ = wait(key.acquire(&pool)).unwrap().detach();
-                assert!(wait(Semaphore::prune(&pool, Duration::ZERO)).unwrap() > 0);
+                assert!(wait(prune::requests(&pool, Duration::ZERO)).unwrap() > 0);
             }),
             ("elections", &|| {
                 while_it_leads(
@@ -413,7 +413,7 @@ fn no_operation_refers_to_an_operator_of_others() {
                         assert_eq!(tried.acquired().unwrap().is_first(), is_first);
                     });
                 }
-                assert!(wait(Once::prune(&pool, Duration::ZERO)).unwrap() > 0);
+                assert!(wait(prune::once(&pool, Duration::ZERO)).unwrap() > 0);
             }),
             ("fences", &|| {
                 on_one(&pool, |conn| {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use workbench::Database;
 
 use crate::half::{
-    Check, Error, PgPool, Quota, RateLimit, execute, on_one, pool, unchecked_pool, wait,
+    Check, Error, PgPool, Quota, RateLimit, execute, on_one, pool, prune, unchecked_pool, wait,
 };
 use crate::support::{installed, number, run};
 
@@ -149,7 +149,7 @@ fn calls_of_different_costs_while_full_keys_are_pruned() {
             )
         };
         let pruner: Client<'_> = &|pool, _| {
-            wait(RateLimit::prune(pool)).unwrap();
+            wait(prune::rate_limits(pool)).unwrap();
             None
         };
         let grants = hammer(
@@ -183,7 +183,7 @@ fn units_that_were_given_back_are_not_given_twice() {
         Some(("hot".into(), spent.at().timestamp_micros(), cost))
     };
     let pruner: Client<'_> = &|pool, _| {
-        wait(RateLimit::prune(pool)).unwrap();
+        wait(prune::rate_limits(pool)).unwrap();
         None
     };
     let grants = hammer(

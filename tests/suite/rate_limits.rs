@@ -11,7 +11,7 @@ use workbench::{Database, RoundTrips};
 use crate::assert_matches;
 use crate::half::{
     Check, Error, IS_ASYNC, PgPool, Quota, RateLimit, execute, make_pool, migrations, on_one, pool,
-    wait,
+    prune, wait,
 };
 use crate::support::{
     HAS_WRITTEN_NOTHING, Observer, eventually, in_a_quick_round, installed, number, once_at_least,
@@ -545,9 +545,9 @@ fn a_key_is_reset_and_full_keys_are_pruned() {
         assert!(is_allowed(&SLOW.key(key), &pool));
     }
     assert!(is_allowed(&SLOW.cost(5), &pool));
-    assert_eq!(wait(RateLimit::prune(&pool)).unwrap(), 0);
+    assert_eq!(wait(prune::rate_limits(&pool)).unwrap(), 0);
     rewind(&database, 61);
-    assert_eq!(wait(RateLimit::prune(&pool)).unwrap(), 10);
+    assert_eq!(wait(prune::rate_limits(&pool)).unwrap(), 10);
     assert_eq!(
         wait(SLOW.peek(&pool)).unwrap().remaining,
         1,

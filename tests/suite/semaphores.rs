@@ -122,7 +122,7 @@ fn bad_input_is_an_error_before_anything_is_sent() {
         assert_matches!(wait(semaphore.renew(&pool, 1)), Err(Error::Input(_)));
     }
     assert_matches!(
-        wait(Semaphore::prune(&pool, Duration::MAX)),
+        wait(prune::requests(&pool, Duration::MAX)),
         Err(Error::Input(_))
     );
     assert_matches!(wait(ONE.try_acquire(&pool)), Err(Error::NotInstalled));
@@ -287,8 +287,8 @@ fn what_ended_long_ago_is_pruned_and_what_is_in_flight_never() {
     let (_held, done) = (taken(&GEOCODER, &pool), taken(&GEOCODER, &pool));
     wait(done.release()).unwrap();
     let month = Duration::from_secs(30 * 24 * 60 * 60);
-    assert_eq!(wait(Semaphore::prune(&pool, month)).unwrap(), 10_001);
-    assert_eq!(wait(Semaphore::prune(&pool, month)).unwrap(), 0);
+    assert_eq!(wait(prune::requests(&pool, month)).unwrap(), 10_001);
+    assert_eq!(wait(prune::requests(&pool, month)).unwrap(), 0);
     assert_eq!(
         number(
             look,
@@ -296,7 +296,7 @@ fn what_ended_long_ago_is_pruned_and_what_is_in_flight_never() {
         ),
         2
     );
-    assert_eq!(wait(Semaphore::prune(&pool, Duration::ZERO)).unwrap(), 1);
+    assert_eq!(wait(prune::requests(&pool, Duration::ZERO)).unwrap(), 1);
     assert_eq!(in_flight(look), 1);
 }
 
@@ -318,7 +318,7 @@ fn a_stricter_default_isolation_level_changes_nothing() {
             wait(permit.renew()).unwrap();
             wait(permit.release()).unwrap();
         }
-        assert!(wait(Semaphore::prune(&pool, Duration::ZERO)).unwrap() > 0);
+        assert!(wait(prune::requests(&pool, Duration::ZERO)).unwrap() > 0);
     }
 }
 

@@ -76,17 +76,17 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
     }
     let synced = wait(Throttle::sync::<Resource>(&pool)).unwrap();
     assert!(synced.added.is_empty());
-    wait(Throttle::prune(&pool)).unwrap();
+    wait(prune::throttles(&pool)).unwrap();
     // Rate limits.
     assert!(wait(API.check(&pool)).unwrap().is_allowed());
     assert!(!wait(API.check(&pool)).unwrap().is_allowed());
     wait(API.reset(&pool)).unwrap();
-    wait(RateLimit::prune(&pool)).unwrap();
+    wait(prune::rate_limits(&pool)).unwrap();
     // A semaphore, an election, a fence.
     let permit = wait(ONE.try_acquire(&pool)).unwrap().admitted().unwrap();
     assert!(wait(ONE.try_acquire(&pool)).unwrap().is_full());
     wait(permit.release()).unwrap();
-    wait(Semaphore::prune(&pool, HOUR)).unwrap();
+    wait(prune::requests(&pool, HOUR)).unwrap();
     assert!(wait(LEADS.current(&pool)).unwrap().is_none());
     on_one(&pool, |conn| {
         begin(conn);

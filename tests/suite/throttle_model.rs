@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use super::throttles::{Resource, declared};
-use crate::half::{Decision, PgPool, Throttle, wait};
+use crate::half::{Decision, PgPool, Throttle, prune, wait};
 use crate::support::{run, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -159,7 +159,7 @@ fn take(conn: &mut PgConnection, pool: &PgPool, model: &mut Model, step: Step, b
                 set_interval(conn, hours);
             }
         }
-        Step::Prune => assert_eq!(wait(Throttle::prune(pool)).unwrap(), model.prune()),
+        Step::Prune => assert_eq!(wait(prune::throttles(pool)).unwrap(), model.prune()),
     }
 }
 

@@ -8,7 +8,7 @@ use diesel_interlock::throttle::ResourceLabel;
 
 use super::throttles::{Resource, declared, rewind};
 use crate::assert_matches;
-use crate::half::{Error, Throttle, execute, on_one, pool, throttled_resources, wait};
+use crate::half::{Error, Throttle, execute, on_one, pool, prune, throttled_resources, wait};
 use crate::support::{installed, number, run, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -215,7 +215,7 @@ fn what_an_operator_closed_is_denied() {
     for throttle in [newsletter.clone(), newsletter.key(7)] {
         assert!(wait(throttle.attempt(&pool)).unwrap().is_denied());
     }
-    assert_eq!(wait(Throttle::prune(&pool)).unwrap(), 0);
+    assert_eq!(wait(prune::throttles(&pool)).unwrap(), 0);
 }
 
 #[test]
@@ -233,7 +233,7 @@ fn pruning_goes_by_the_present_interval_of_a_resource() {
         "UPDATE resource_control.throttled_resource SET throttle_interval = '1 year' WHERE resource_id = 'newsletter'",
     );
     rewind(&database, 3 * 3600);
-    assert_eq!(wait(Throttle::prune(&pool)).unwrap(), 1);
+    assert_eq!(wait(prune::throttles(&pool)).unwrap(), 1);
     assert!(wait(newsletter.attempt(&pool)).unwrap().is_denied());
     assert!(wait(import.attempt(&pool)).unwrap().is_granted());
 }

@@ -9,7 +9,8 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::{
-    Decision, Error, PgPool, Throttle, execute, migrations, on_one, pool, throttled_resources, wait,
+    Decision, Error, PgPool, Throttle, execute, migrations, on_one, pool, prune,
+    throttled_resources, wait,
 };
 use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, run, text, truth};
 
@@ -398,10 +399,10 @@ fn keys_that_have_long_been_due_are_pruned() {
         assert!(is_granted(&REBUILD.key(key), &pool));
     }
     rewind(&database, 3600);
-    assert_eq!(wait(Throttle::prune(&pool)).unwrap(), 0);
+    assert_eq!(wait(prune::throttles(&pool)).unwrap(), 0);
     assert!(is_granted(&REBUILD.key(0), &pool));
     rewind(&database, 3600);
-    assert_eq!(wait(Throttle::prune(&pool)).unwrap(), 9);
+    assert_eq!(wait(prune::throttles(&pool)).unwrap(), 9);
     assert!(is_granted(&REBUILD.key(1), &pool));
 }
 

@@ -15,7 +15,7 @@ use workbench::RoundTrips;
 use super::throttles::{Resource, declared, rewind};
 use crate::assert_matches;
 use crate::half::{
-    Conn, Decision, Error, Result, Throttle, execute, make_pool, on_one, pool, wait,
+    Conn, Decision, Error, Result, Throttle, execute, make_pool, on_one, pool, prune, wait,
 };
 use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, number, run, truth};
 
@@ -234,7 +234,7 @@ fn a_row_that_another_session_has_locked_is_denied_and_not_pruned() {
         (denied.retry_after, denied.last),
         (Duration::from_secs(1), None)
     );
-    assert_eq!(wait(Throttle::prune(&pool)).unwrap(), 2);
+    assert_eq!(wait(prune::throttles(&pool)).unwrap(), 2);
     run(open, "COMMIT");
     assert!(wait(REBUILD.key(1).attempt(&pool)).unwrap().is_granted());
 }

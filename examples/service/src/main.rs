@@ -20,9 +20,9 @@ use diesel_async::pooled_connection::{
     AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod,
 };
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl};
-use diesel_interlock::deadpool::{Leader, Once, PgPool, RateLimit, Schedule, Throttle, drain};
+use diesel_interlock::deadpool::{Leader, Once, PgPool, RateLimit, Schedule, drain};
 use diesel_interlock::schedule::every;
-use diesel_interlock::{Attempt, Done, Error, Quota, Result, describe_metrics, migrations};
+use diesel_interlock::{Attempt, Done, Error, Quota, Result, describe_metrics, migrations, prune};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use sha2::{Digest, Sha256};
@@ -207,9 +207,9 @@ async fn send_some(pool: &PgPool) -> Result<()> {
 /// Deletes what is not needed any more, once a day on one instance.
 async fn tidy(pool: &PgPool) -> Result<()> {
     TIDY.run(pool, every(DAY), |_tick| async move {
-        Once::prune(pool, 7 * DAY).await?;
-        RateLimit::prune(pool).await?;
-        Throttle::prune(pool).await?;
+        prune::once(pool, 7 * DAY).await?;
+        prune::rate_limits(pool).await?;
+        prune::throttles(pool).await?;
         Ok::<_, Error>(())
     })
     .await

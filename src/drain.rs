@@ -2,53 +2,12 @@
 //!
 //! An asynchronous drop can only leave its release to a task, and a runtime that ends drops its
 //! tasks. So without `drain`, a permit or a term would stay held for the rest of its lease after a
-//! regular end of the program. `drain` needs only two values, one of each for the whole process,
-//! because it is the process that ends: the number of operations that drops have left behind, and
-//! the time when a connection in doubt was last closed. Renewals are not counted, because what they
-//! renew was not dropped.
+//! regular end of the program.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::alarm::lock;
 use crate::mode::{self, Mode};
-
-/// How many operations go on although nobody awaits them.
-static UNFINISHED: AtomicUsize = AtomicUsize::new(0);
-
-/// When a connection was last closed whose session may hold something.
-static CLOSED: Mutex<Option<Instant>> = Mutex::new(None);
-
-/// An operation that goes on although nobody awaits it, until it has ended or its runtime has
-/// dropped it.
-pub(crate) struct Unfinished(());
-
-impl Unfinished {
-    pub(crate) fn new() -> Self {
-        UNFINISHED.fetch_add(1, Ordering::SeqCst);
-        Self(())
-    }
-}
-
-impl Drop for Unfinished {
-    fn drop(&mut self) {
-        UNFINISHED.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// Notes that a connection was closed whose session may hold something. The server frees that
-/// within a second.
-pub(crate) fn note_closed() {
-    *lock(&CLOSED) = Some(Instant::now());
-}
-
-fn has_drained() -> bool {
-    // The server checks every second, from when the end of the connection reaches it, so wait a
-    // little longer.
-    let is_recent = |closed: Instant| closed.elapsed() <= Duration::from_millis(1500);
-    UNFINISHED.load(Ordering::SeqCst) == 0 && !lock(&CLOSED).is_some_and(is_recent)
-}
+use crate::unfinished::has_drained;
 
 async fn wait<M: Mode>(limit: Duration) -> bool {
     let deadline = Instant::now().checked_add(limit);

@@ -249,13 +249,14 @@ impl<P: Pool> Term<P> {
         self.lease.is_lost()
     }
 
-    /// Waits until the term is lost, for at most `timeout`, and returns whether it is lost. No round
-    /// trip.
+    /// Waits until the term is lost, for at most `timeout`, and returns whether it is lost. No
+    /// round trip.
     pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(self.lease.wait_for_loss(timeout))
     }
 
-    /// Waits until the term is lost. Never returns while the term is renewed in time. No round trip.
+    /// Waits until the term is lost. Never returns while the term is renewed in time. No round
+    /// trip.
     pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
         P::Mode::drive(self.lease.lost())
     }

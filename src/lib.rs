@@ -129,6 +129,7 @@ mod sync;
 pub mod testing;
 pub mod throttle;
 mod transaction;
+mod unfinished;
 mod waiting;
 
 pub use self::advisory::Attempt;

@@ -14,11 +14,11 @@ mod r2d2;
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 
-use crate::drain::note_closed;
 use crate::error::Result;
 use crate::mode::{Mode, PATIENCE};
 use crate::sealed::Sealed;
 use crate::session::Session;
+use crate::unfinished::note_closed;
 
 #[cfg(feature = "bb8")]
 pub use self::bb8::Bb8Pool;

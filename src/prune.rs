@@ -5,8 +5,8 @@
 //! 10,000 rows until one finds fewer, and skips rows that others have locked. The role needs the
 //! right to delete, which `grants.sql` gives.
 //!
-//! Errors are [`Error::Pool`], [`Error::NotInstalled`], [`Error::Standby`], [`Error::Database`], and
-//! [`Error::Input`] if `older_than` exceeds 1,000 years.
+//! Errors are [`Error::Pool`], [`Error::NotInstalled`], [`Error::Standby`], [`Error::Database`],
+//! and [`Error::Input`] if `older_than` exceeds 1,000 years.
 //!
 //! ```
 //! use std::time::Duration;

@@ -58,8 +58,9 @@ use crate::waiting::{self, Turns, What};
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// A key has a row from its first call until it is [pruned](crate::prune::rate_limits). A denial only reads. A
-/// changed quota applies from the key's next call on; the units that the key owes stay owed.
+/// A key has a row from its first call until it is [pruned](crate::prune::rate_limits). A denial
+/// only reads. A changed quota applies from the key's next call on; the units that the key owes
+/// stay owed.
 ///
 /// A grant commits asynchronously, so a crash of the server may forget the grants of the last
 /// second. If that matters, make the limit [`durable`](Self::durable). A check on the caller's

@@ -8,9 +8,9 @@
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
-use crate::drain::note_closed;
 use crate::error::{Error, Result};
 use crate::session::{Session, Transaction, classify, explain, is_unknown, poll_once_quietly};
+use crate::unfinished::note_closed;
 
 /// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls back.
 /// On an asynchronous session, the rollback is queued behind what was sent, and the connection is

@@ -16,7 +16,6 @@ use diesel::result::QueryResult;
 
 use super::all::{Busy, Locks};
 use super::sql;
-use crate::drain::note_closed;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::metrics::Raised;
@@ -25,6 +24,7 @@ use crate::pool::{Pool, PoolConnection, check_out};
 use crate::session::{Session, Transaction, classify, explain, has_ended, poll_once_quietly};
 use crate::statement::Statement;
 use crate::transaction::refusal;
+use crate::unfinished::note_closed;
 use crate::waiting::{self, Turns, What};
 
 /// A connection, and the locks that its session may hold. Its drop releases the locks, in the way

@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 use super::AdvisoryLock;
 use super::all::{Busy, Locks};
 use super::attempt::Attempt;
-use crate::drain::note_closed;
 use crate::error::{Error, Result};
 use crate::mode::Mode;
 use crate::pool::{ConnectionOf, Pool, Reply};
@@ -21,6 +20,7 @@ use crate::pool::{ConnectionOf, Pool, Reply};
 use crate::session::now;
 use crate::session::{Session, Transaction, classify};
 use crate::transaction::{Own, refusal};
+use crate::unfinished::note_closed;
 
 /// # Transaction locks
 ///

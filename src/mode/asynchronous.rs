@@ -11,10 +11,10 @@ use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::{Mode, unless};
 use crate::alarm::{Alarm, lock};
-use crate::drain::Unfinished;
 use crate::error::{Error, Result};
 use crate::sealed::Sealed;
 use crate::session::asynchronous::Boxed;
+use crate::unfinished::Unfinished;
 
 /// The asynchronous half, of deadpool and bb8: an operation returns a future, an [`Operation`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::sql;
-use crate::drain::Unfinished;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::lease::Lease;
 use crate::mode::{self, Mode, PATIENCE, PATIENCE_OF_A_LOOP};
 use crate::pool::{Pool, Reply, debug};
+use crate::unfinished::Unfinished;
 use crate::waiting::{self, What};
 
 /// A permit that is held. It occupies a slot of its service, and no connection.

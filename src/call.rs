@@ -18,6 +18,7 @@ use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
 use diesel::pg::Pg;
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+use diesel::sql_types::BigInt;
 
 use crate::error::{Error, Result};
 use crate::mode::{Mode, PATIENCE};
@@ -43,6 +44,22 @@ where
 {
     let borrowed = Borrowed::new(pool, limit).await?;
     ask_borrowed(borrowed, pool, limit, statements.as_ref()).await
+}
+
+/// How many rows a statement of [`in_batches`] deletes at most.
+pub(crate) const BATCH: i64 = 10_000;
+
+/// Sends a statement that deletes [`BATCH`] rows at most, until it finds fewer. Returns how many
+/// were deleted.
+pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> Result<u64> {
+    let mut deleted = 0;
+    loop {
+        let (batch, _): (i64, _) = ask(pool, None, slice::from_ref(&delete)).await?;
+        deleted += batch.unsigned_abs();
+        if batch < BATCH {
+            return Ok(deleted);
+        }
+    }
 }
 
 /// As [`ask`] with one statement, but to its end: once the statement is sent, a drop of the future

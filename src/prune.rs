@@ -29,12 +29,11 @@
 //! # Ok::<(), Error>(())
 //! ```
 
-use std::slice;
 use std::time::Duration;
 
 use diesel::sql_types::BigInt;
 
-use crate::call::ask;
+use crate::call::in_batches;
 use crate::error::{Error, Result};
 use crate::input::LONGEST;
 use crate::mode::Mode;
@@ -73,20 +72,4 @@ async fn older<P: Pool>(
         return Err(Error::input("`older_than` must be at most 1,000 years"));
     }
     in_batches(pool, prune(older_than)).await
-}
-
-/// How many rows a statement of [`in_batches`] deletes at most.
-pub(crate) const BATCH: i64 = 10_000;
-
-/// Sends a statement that deletes [`BATCH`] rows at most, until it finds fewer. Returns how many
-/// were deleted.
-async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> Result<u64> {
-    let mut deleted = 0;
-    loop {
-        let (batch, _): (i64, _) = ask(pool, None, slice::from_ref(&delete)).await?;
-        deleted += batch.unsigned_abs();
-        if batch < BATCH {
-            return Ok(deleted);
-        }
-    }
 }

@@ -6,8 +6,8 @@ use diesel::data_types::PgTimestamp;
 use diesel::sql_types::{BigInt, Binary, Bool, Nullable, Timestamptz};
 
 use crate::advisory::sql::notice_client;
+use crate::call::BATCH;
 use crate::input::interval;
-use crate::prune::BATCH;
 use crate::statement::{Statement, keep_commit};
 
 /// Returns whether this transaction has the lock, the stored outcome, and when the transaction

@@ -8,7 +8,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Nullable, Timestamptz};
 
 use super::quota::Exact;
-use crate::prune::BATCH;
+use crate::call::BATCH;
 use crate::statement::{Statement, database, keep_commit};
 
 /// A call: who spends how many units under which quota.

@@ -18,9 +18,9 @@ use std::time::Duration;
 use diesel::data_types::PgInterval;
 use diesel::sql_types::{BigInt, Bool, Integer, Interval, Nullable};
 
+use crate::call::BATCH;
 use crate::input::interval;
 use crate::lease::Row;
-use crate::prune::BATCH;
 use crate::statement::{Statement, database};
 
 /// The id of the request, or when to try again; and the database.

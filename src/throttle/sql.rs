@@ -7,7 +7,7 @@
 use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
-use crate::prune::BATCH;
+use crate::call::BATCH;
 use crate::statement::{Statement, keep_commit, own_lock};
 
 /// Whether the throttle was granted; the time of that decision; the time of the last grant and who

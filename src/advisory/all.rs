@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::AdvisoryLock;
-use super::sql::{Lock, REPEATABLE_READ};
+use super::sql::{Lock, Released, Tried};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
 use crate::pool::Pool;
@@ -116,21 +116,17 @@ impl Busy {
         Self { place, ..self }
     }
 
-    /// Reads the reply to a try. A number above 0 is the pid of the session, which now holds all
-    /// locks. A number below 0 is a refusal: of −1 minus the number, the lowest ten bits are the
-    /// place of the busy lock, and the bits above are the database.
-    pub(super) fn read(reply: Option<i32>) -> Result<Result<i32, Self>> {
-        let refusal = match reply {
-            Some(0) => return Err(Error::Standby),
-            Some(REPEATABLE_READ) => return Err(Error::RepeatableRead),
-            Some(pid @ 1..) => return Ok(Ok(pid)),
-            Some(refusal) => -1 - refusal,
-            None => 0,
-        };
-        Ok(Err(Self {
-            place: (refusal & 1023).unsigned_abs() as usize,
-            database: Database(refusal >> 10),
-        }))
+    /// Reads the reply to a try: the pid of the session, which now holds all locks, or the refusal.
+    pub(super) fn read(tried: &Tried) -> Result<Result<i32, Self>> {
+        match tried.outcome.as_str() {
+            "taken" => Ok(Ok(tried.pid)),
+            "standby" => Err(Error::Standby),
+            "repeatable read" => Err(Error::RepeatableRead),
+            _ => Ok(Err(Self {
+                place: usize::try_from(tried.place).unwrap_or_default(),
+                database: Database(tried.database.unwrap_or_default()),
+            })),
+        }
     }
 }
 
@@ -181,10 +177,9 @@ impl Locks {
         self.0.iter().map(|lock| lock.id)
     }
 
-    /// The name and number of a lock that was not held, from the reply to
-    /// [`release`](Self::release).
-    pub(super) fn name_lost(&self, reply: i32) -> String {
-        let place = usize::try_from(reply.unsigned_abs()).unwrap_or_default();
+    /// The name and number of a lock that was not held.
+    pub(super) fn name_lost(&self, released: &Released) -> String {
+        let place = usize::try_from(released.place).unwrap_or_default();
         self.at(place).key.to_string()
     }
 }

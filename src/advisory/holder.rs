@@ -15,7 +15,8 @@ use diesel::pg::Pg;
 use diesel::result::QueryResult;
 
 use super::all::{Busy, Locks};
-use super::sql;
+use super::sql::{self, Released, Tried};
+use super::sql_several::Drawn;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::metrics::Raised;
@@ -54,7 +55,7 @@ pub(crate) struct Held {
     gauge: Option<Raised>,
     /// Dropped last: then the connection is back in its pool, and a waiter that is woken finds it
     /// there.
-    released: Option<Released>,
+    released: Option<WakesWaiters>,
 }
 
 /// What a session holds, for all that is known. The worst case is noted before a statement is sent,
@@ -75,9 +76,9 @@ pub(super) enum Holds {
 }
 
 /// Wakes a waiter of this process for each lock when it is dropped.
-struct Released(Locks);
+struct WakesWaiters(Locks);
 
-impl Drop for Released {
+impl Drop for WakesWaiters {
     fn drop(&mut self) {
         for id in self.0.ids() {
             waiting::wake_oldest(&What::Lock(id));
@@ -156,7 +157,7 @@ impl<C: Owner> Holder<C> {
         turns: Option<&mut Turns>,
         may_wait: impl FnOnce() -> bool + Send,
     ) -> Result<bool> {
-        let (taken, sent) = self.take().await?;
+        let (taken, sent) = self.take(turns.is_some()).await?;
         let (busy, turns) = match (taken, turns) {
             (Ok(_), _) => return Ok(true),
             (Err(_), None) => return Ok(false),
@@ -171,16 +172,15 @@ impl<C: Owner> Holder<C> {
     }
 
     /// Takes the locks if all are free. Also returns when the statement was sent.
-    async fn take(&mut self) -> Result<(Result<i32, Busy>, Instant)> {
+    async fn take(&mut self, is_wait: bool) -> Result<(Result<i32, Busy>, Instant)> {
         let before = self.conn().transaction();
         if !before.is_none() {
             return Err(refusal(before));
         }
         self.held().holds = Holds::Unsure(None);
         let (locks, sent) = (self.locks(), Instant::now());
-        let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
-            self.conn().probe(&locks.take()).await;
-        let (reply,) = reply?;
+        let (reply, is_open) = self.conn().probe(&locks.take(is_wait)).await;
+        let tried: Tried = reply?;
         if is_open {
             // Gives back what was taken. The transaction itself is the caller's, or ends when the
             // pool's connection is discarded.
@@ -191,7 +191,7 @@ impl<C: Owner> Holder<C> {
         }
         // An error of `Busy::read` is a refusal by the server, so nothing was taken.
         self.held().holds = Holds::Nothing;
-        let taken = Busy::read(reply).inspect_err(|error| {
+        let taken = Busy::read(&tried).inspect_err(|error| {
             if matches!(error, Error::Standby) {
                 // So that its pool closes the connection, even if it is the caller who took it from
                 // the pool.
@@ -212,21 +212,24 @@ impl<C: Owner> Holder<C> {
     ) -> Result<Result<i32, Busy>> {
         let locks = self.locks();
         self.held().holds = Holds::Unsure(None);
-        let ask = match self.conn().batch(&locks.get(busy).wait(limit)).await {
+        let granted: Option<i32> = match self.conn().batch(&locks.get(busy).wait(limit)).await {
             Ok(()) => {
                 turns.note_wait();
-                sql::read_wait()
+                let (granted, _): (_, String) = self.conn().one(&sql::read_wait()).await?;
+                granted
             }
             // The session's `statement_timeout` was shorter than the slice, or the role may not use
             // plpgsql. So `pg_locks` is asked instead of the note, and a pause comes before the
             // next try.
-            Err(_) => locks.only(busy).is_held(),
+            Err(_) => {
+                let (holder,) = self.conn().one(&locks.only(busy).is_held()).await?;
+                holder
+            }
         };
-        let (granted,): (Option<i32>,) = self.conn().one(&ask).await?;
         let taken = match granted {
             Some(_) if locks.len() > 1 => {
-                let (others,): (Option<i32>,) = self.conn().one(&locks.take_others(busy)).await?;
-                Busy::read(others)?.map_err(|other| other.beside(busy))
+                let others = self.conn().one(&locks.take_others(busy)).await?;
+                Busy::read(&others)?.map_err(|other| other.beside(busy))
             }
             pid => pid.ok_or(busy),
         };
@@ -242,45 +245,43 @@ impl<C: Owner> Holder<C> {
         let locks = self.locks();
         let before = self.conn().transaction();
         self.held().holds = Holds::Unsure(Some(pid));
-        let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
-            self.conn().probe(&locks.release(pid)).await;
+        let (reply, is_open) = self.conn().probe(&locks.release(pid)).await;
+        let all_held = |released: &Released| match released.were_held {
+            Some(true) => Ok(()),
+            _ => Err(Error::LockLost(locks.name_lost(released))),
+        };
         match reply {
-            Ok((None,)) => {
+            Ok(Released {
+                were_held: None, ..
+            }) => {
                 self.held().holds = Holds::Doomed(None);
                 Err(Error::SessionMoved {
                     key: locks.to_string(),
                     pid,
                 })
             }
-            Ok((Some(_),)) if is_open || before == Transaction::Open => {
+            Ok(_) if is_open || before == Transaction::Open => {
                 self.held().holds = Holds::Doomed(Some(pid));
                 Err(Error::TransactionLeftOpen(locks.to_string()))
             }
-            Ok((Some(place),)) => {
+            Ok(released) => {
                 if before.is_none() {
                     self.held().holds = Holds::Nothing;
                 }
-                match place {
-                    1 => Ok(()),
-                    place => Err(Error::LockLost(locks.name_lost(place))),
-                }
+                all_held(&released)
             }
             Err(source) => {
                 self.held().holds = Holds::Doomed(Some(pid));
                 if has_ended(self.conn(), &source).await {
                     return Err(Error::LockLost(locks.to_string()));
                 }
-                let anew: QueryResult<(Option<i32>,)> =
-                    self.conn().one(&locks.release(pid).anew()).await;
+                let anew: QueryResult<Released> = self.conn().one(&locks.release(pid).anew()).await;
                 // Diesel still counts on what `DISCARD ALL` or `DEALLOCATE ALL` has dropped, so the
                 // pool's connection is discarded.
                 match anew {
-                    Ok((Some(place),)) => {
+                    Ok(released) if released.were_held.is_some() => {
                         self.held().holds = Holds::Doomed(None);
-                        match place {
-                            1 => Ok(()),
-                            place => Err(Error::LockLost(locks.name_lost(place))),
-                        }
+                        all_held(&released)
                     }
                     _ => Err(Error::ReleaseFailed {
                         key: locks.to_string(),
@@ -312,7 +313,7 @@ impl<C: Owner> Holder<C> {
             // A future that is dropped in the middle of its prepare leaves a statement to the
             // session, and so would each later release. So the release is prepared to its end here;
             // as no session has the pid 0, it releases nothing.
-            let _: QueryResult<(Option<i32>,)> = self.conn().one(&locks.release(0)).await;
+            let _: QueryResult<Released> = self.conn().one(&locks.release(0)).await;
         }
         let reply: QueryResult<(Option<i32>,)> = self.conn().one(&locks.undo()).await;
         if reply.is_ok() && self.conn().transaction().is_none() {
@@ -359,14 +360,16 @@ impl<C: Owner> Holder<C> {
 
     pub(super) async fn fencing_token(&mut self) -> Result<i64> {
         let (locks, pid) = (self.locks(), self.pid());
-        let reply: QueryResult<(Option<i64>, i32)> = self.ask(locks.token(pid)).await;
+        let reply: QueryResult<Drawn> = self.ask(locks.token(pid)).await;
         match reply {
-            Ok((Some(token), _)) => Ok(token),
-            Ok((None, other)) if other != pid => Err(Error::SessionMoved {
+            Ok(Drawn {
+                token: Some(token), ..
+            }) => Ok(token),
+            Ok(drawn) if drawn.pid != pid => Err(Error::SessionMoved {
                 key: locks.to_string(),
                 pid,
             }),
-            Ok((None, _)) => Err(Error::LockLost(locks.to_string())),
+            Ok(_) => Err(Error::LockLost(locks.to_string())),
             Err(error) if has_ended(self.conn(), &error).await => {
                 Err(Error::LockLost(locks.to_string()))
             }
@@ -391,7 +394,7 @@ fn only_the_drop() -> ! {
 impl Held {
     fn take(&mut self, taken: Result<i32, Busy>) {
         self.holds = taken.map_or(Holds::Nothing, Holds::Held);
-        self.released = taken.ok().map(|_| Released(self.locks.clone()));
+        self.released = taken.ok().map(|_| WakesWaiters(self.locks.clone()));
     }
 
     fn report_end(
@@ -448,7 +451,7 @@ impl<P: Pool> Owner for Pooled<P> {
                 // `finish` has released the locks by then.
                 held.holds = Holds::Doomed(None);
                 // Others may have been refused because of a try, so they are woken after it, too.
-                let released = || Released(held.locks.clone());
+                let released = || WakesWaiters(held.locks.clone());
                 held.released = Some(held.released.take().unwrap_or_else(released));
                 let mut holder = Holder::of(self, held);
                 P::Mode::finish_later(&runtime, async move { holder.finish(holds).await });

@@ -1,4 +1,4 @@
-//! The statements of a lock. Most return one number, or null.
+//! The statements of a lock.
 //!
 //! **The pid in the release.** `SELECT CASE WHEN pg_backend_pid() = $1 THEN pg_advisory_unlock(…)
 //! END` unlocks nothing on another session, and so detects a pooler in transaction mode. The crate
@@ -29,7 +29,8 @@
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use diesel::sql_types::{Integer, Nullable};
+use diesel::prelude::*;
+use diesel::sql_types::{Bool, Integer, Nullable, Text};
 
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
@@ -43,6 +44,35 @@ pub(crate) struct Lock {
     pub(super) is_shared: bool,
 }
 
+/// The reply to a try.
+#[derive(Debug, Queryable)]
+pub(super) struct Tried {
+    /// `taken`, `busy`, `standby`, or `repeatable read`. The last two took nothing.
+    pub(super) outcome: String,
+    /// The session that has the locks now, if they are session locks.
+    pub(super) pid: i32,
+    /// The place of the busy lock.
+    pub(super) place: i32,
+    /// Only in the reply to a try that waits.
+    pub(super) database: Option<i32>,
+    /// See [`notice_client!`].
+    _noticed: Option<String>,
+}
+
+pub(super) type Try = Statement<(Text, Integer, Integer, Nullable<Integer>, Nullable<Text>)>;
+
+/// The reply to a release.
+#[derive(Debug, Queryable)]
+pub(super) struct Released {
+    /// Whether all locks were held. `None` on another session, which released nothing.
+    pub(super) were_held: Option<bool>,
+    /// The place of a lock that was not held.
+    pub(super) place: i32,
+}
+
+pub(super) type Release = Statement<(Nullable<Bool>, Integer)>;
+
+/// A statement that returns the pid of a session, or null.
 pub(super) type Ask = Statement<(Nullable<Integer>,)>;
 
 /// Ends the session with this pid, which frees what it holds. Ends no other session: a pooler may
@@ -55,23 +85,26 @@ pub(super) fn end_session(pid: i32) -> String {
     )
 }
 
-/// A condition that is never true, used for its side effect: the server checks every second whether
-/// its client is still there, so that a lock does not outlive its process while a statement runs.
-/// The setting holds for the transaction (`true`) or the session (`false`), from the next message
-/// on.
+/// Makes the server check every second whether its client is still there, so that a lock does not
+/// outlive its process while a statement runs. The expression is null, or the new setting, which
+/// holds for the transaction (`true`) or the session (`false`), from the next message on.
 ///
 /// A value that an operator has set stays. A server that cannot notice the end of a client refuses
 /// the setting, for example on Windows, and PostgreSQL 14 everywhere except on Linux. So it is set
-/// only where it is known to be accepted.
+/// only where it is known to be accepted: `2_` are versions from 20 on. Patterns instead of a
+/// regular expression, which would cost more than the rest of a try in each transaction.
 macro_rules! notice_client {
     ($is_local:literal) => {
         concat!(
             "CASE WHEN pg_catalog.current_setting('client_connection_check_interval', true) = '0' \
-             AND (pg_catalog.version() ~ 'linux' OR pg_catalog.version() ~* 'darwin|apple|bsd' \
-             AND pg_catalog.current_setting('server_version_num')::int >= 150000) \
+             AND pg_catalog.version() LIKE ANY ('{%linux%,PostgreSQL 15%bsd%,\
+             PostgreSQL 16%bsd%,PostgreSQL 17%bsd%,PostgreSQL 18%bsd%,PostgreSQL 19%bsd%,\
+             PostgreSQL 2_.%bsd%,PostgreSQL 15%darwin%,PostgreSQL 16%darwin%,\
+             PostgreSQL 17%darwin%,PostgreSQL 18%darwin%,PostgreSQL 19%darwin%,\
+             PostgreSQL 2_.%darwin%}') \
              THEN pg_catalog.set_config('client_connection_check_interval', '1000', ",
             $is_local,
-            ") END = ''"
+            ") END"
         )
     };
 }
@@ -159,23 +192,37 @@ static WAIT: LazyLock<[String; 4]> = LazyLock::new(|| {
     })
 });
 
-static TAKE: LazyLock<[String; 4]> = LazyLock::new(|| {
-    texts(|call| {
-        format!(
-            "SELECT CASE WHEN {} THEN 0 WHEN {} THEN 0 WHEN {} \
-             THEN pg_catalog.pg_backend_pid() ELSE -1 - ({} << 10) END",
-            is_elsewhere!(),
-            notice_client!("false"),
-            call("pg_try_advisory_lock"),
-            database!()
-        )
+/// What a try returns beside its outcome. Only the text of a wait tells the database.
+pub(super) fn columns_of_try(is_local: bool, is_wait: bool) -> String {
+    let (noticed, database) = (
+        [notice_client!("false"), notice_client!("true")][usize::from(is_local)],
+        ["NULL::int", database!()][usize::from(is_wait)],
+    );
+    format!("{database} AS database, {noticed} AS noticed")
+}
+
+/// Outside of a transaction a session is read-only only where the primary is elsewhere. A try that
+/// does not wait, and one that does.
+static TAKE: LazyLock<[[String; 4]; 2]> = LazyLock::new(|| {
+    [false, true].map(|is_wait| {
+        texts(|call| {
+            format!(
+                "SELECT CASE \
+                 WHEN pg_catalog.current_setting('transaction_read_only') = 'on' THEN 'standby' \
+                 WHEN {} THEN 'taken' ELSE 'busy' END AS outcome, \
+                 pg_catalog.pg_backend_pid() AS pid, 0 AS place, {}",
+                call("pg_try_advisory_lock"),
+                columns_of_try(false, is_wait)
+            )
+        })
     })
 });
 
 static RELEASE: LazyLock<[String; 4]> = LazyLock::new(|| {
     texts(|call| {
         format!(
-            "SELECT CASE WHEN pg_catalog.pg_backend_pid() = $2 THEN {}::int END",
+            "SELECT CASE WHEN pg_catalog.pg_backend_pid() = $2 THEN {} END AS were_held, \
+             0 AS place",
             call("pg_advisory_unlock")
         )
     })
@@ -186,27 +233,25 @@ static TRY_XACT: LazyLock<[String; 4]> = LazyLock::new(|| {
         format!(
             "SELECT CASE \
              WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' \
-             THEN '-2147483648'::int \
-             WHEN {} THEN 0 WHEN {} THEN 0 WHEN {} THEN 1 END",
+             THEN 'repeatable read' WHEN {} THEN 'standby' \
+             WHEN {} THEN 'taken' ELSE 'busy' END AS outcome, \
+             0 AS pid, 0 AS place, {}",
             is_elsewhere!(),
-            notice_client!("true"),
-            call("pg_try_advisory_xact_lock")
+            call("pg_try_advisory_xact_lock"),
+            columns_of_try(true, false)
         )
     })
 });
 
 /// Reads and clears the note of the last wait: the pid of the session if the lock was granted, and
 /// otherwise null. The statement is volatile, so that no pooler sends it to a standby.
-pub(super) fn read_wait() -> Ask {
+pub(super) fn read_wait() -> Statement<(Nullable<Integer>, Text)> {
     const WAITED: &str = "SELECT \
-         CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = 'granted' THEN \
-         CASE WHEN pg_catalog.set_config('diesel_interlock.waited', '', false) = '' \
-         THEN pg_catalog.pg_backend_pid() END END";
+         CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = 'granted' \
+         THEN pg_catalog.pg_backend_pid() END AS pid, \
+         pg_catalog.set_config('diesel_interlock.waited', '', false) AS cleared";
     Statement::new(WAITED, [])
 }
-
-/// The reply of a try in a transaction at REPEATABLE READ.
-pub(super) const REPEATABLE_READ: i32 = i32::MIN;
 
 impl Lock {
     pub(crate) fn new(key: LockKey, is_shared: bool) -> Result<Self> {
@@ -234,22 +279,20 @@ impl Lock {
         }
     }
 
-    /// Takes a session lock if it is free. Returns the pid of the session, 0 on a standby, or the
-    /// refusal that [`Busy`](super::all::Busy) reads.
-    pub(super) fn take(&self) -> Ask {
-        Statement::new(TAKE[self.kind()].as_str(), [self.number().into()])
+    /// Takes a session lock if it is free.
+    pub(super) fn take(&self, is_wait: bool) -> Try {
+        let sql = TAKE[usize::from(is_wait)][self.kind()].as_str();
+        Statement::new(sql, [self.number().into()])
     }
 
-    /// Releases a session lock if this is the session that took it. Returns 1 if the lock was held,
-    /// 0 if it was not, and null on another session.
-    pub(super) fn release(&self, pid: i32) -> Ask {
+    /// Releases a session lock if this is the session that took it.
+    pub(super) fn release(&self, pid: i32) -> Release {
         let binds = [self.number().into(), pid.into()];
         Statement::new(RELEASE[self.kind()].as_str(), binds)
     }
 
-    /// Takes a transaction lock if it is free. Returns 1, 0 on a standby, [`REPEATABLE_READ`], or
-    /// null if the lock is busy.
-    pub(super) fn try_xact(&self) -> Ask {
+    /// Takes a transaction lock if it is free.
+    pub(super) fn try_xact(&self) -> Try {
         Statement::new(TRY_XACT[self.kind()].as_str(), [self.number().into()])
     }
 

@@ -1,14 +1,5 @@
 //! The statements of several locks. For a single lock, `take`, `release` and `try_xact` use the
-//! statements of that lock, with replies of the same meaning:
-//!
-//! - `take`, `take_others`, `try_xact`: the pid of the session if all were taken (1 for a single
-//!   transaction lock); otherwise the refusal that [`Busy`] reads (null for a single transaction
-//!   lock); 0 on a standby; and [`REPEATABLE_READ`](super::sql::REPEATABLE_READ).
-//! - `release`: 1 if all were held, minus the place of a lock that was not, and null on another
-//!   session.
-//! - `is_held`: the pid of the session if it holds all, and otherwise null.
-//! - `undo`: null if none was held.
-//! - `token`: a token, or null if not all are held; and the pid of the session.
+//! statements of that lock, with replies of the same columns.
 //!
 //! A place counts from 0, in the order of [`Locks`].
 //!
@@ -23,11 +14,12 @@
 
 use std::sync::LazyLock;
 
-use diesel::sql_types::{BigInt, Integer, Nullable};
+use diesel::prelude::*;
+use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Text};
 
 use super::all::{Busy, Locks};
-use super::sql::{Ask, Lock, notice_client};
-use crate::statement::{Bind, Statement, database, is_elsewhere, keep_commit};
+use super::sql::{Ask, Lock, Release, Try, columns_of_try};
+use crate::statement::{Bind, Statement, is_elsewhere, keep_commit};
 
 /// A call of a function for each kind of lock, over the columns `kind` and `number`.
 macro_rules! by_column {
@@ -65,12 +57,12 @@ const HELD_HERE: &str = concat!(
 );
 
 /// Takes one lock after the other, up to the first that is busy. Then walks back, and gives up the
-/// locks before it. Returns the pid of the session if all were taken, and otherwise the refusal.
+/// locks before it.
 ///
 /// The order is certain, so no lock is taken that is not wanted: each step of the recursion is made
 /// of the one row of the step before, and the planner does not move, merge or repeat parts of a
 /// recursion.
-fn steps(refusal: &str, take: &str, give_up: &str) -> String {
+fn steps(refusal: &str, take: &str, give_up: &str, columns: &str) -> String {
     format!(
         "WITH RECURSIVE step (place, is_forward, is_done) AS ( \
          SELECT $1::int, {refusal} IS NULL, true \
@@ -82,22 +74,17 @@ fn steps(refusal: &str, take: &str, give_up: &str) -> String {
          is_forward AND is_done AS is_forward FROM step) AS next \
          WHERE place BETWEEN 1 AND pg_catalog.cardinality($2)) AS key) \
          SELECT COALESCE({refusal}, CASE WHEN pg_catalog.bool_and(is_forward AND is_done) \
-         THEN pg_catalog.pg_backend_pid() ELSE -pg_catalog.max(place) - ({} << 10) END) FROM step",
-        database!()
+         THEN 'taken' ELSE 'busy' END) AS outcome, pg_catalog.pg_backend_pid() AS pid, \
+         pg_catalog.max(place) - 1 AS place, {columns} FROM step"
     )
 }
 
 static TAKE: LazyLock<String> = LazyLock::new(|| {
     steps(
-        concat!(
-            "CASE WHEN ",
-            is_elsewhere!(),
-            " THEN 0 WHEN ",
-            notice_client!("false"),
-            " THEN 0 END"
-        ),
+        "CASE WHEN pg_catalog.current_setting('transaction_read_only') = 'on' THEN 'standby' END",
         by_column!("pg_try_advisory_lock"),
         by_column!("pg_advisory_unlock"),
+        &columns_of_try(false, true),
     )
 });
 
@@ -107,27 +94,26 @@ static TRY_XACT: LazyLock<String> = LazyLock::new(|| {
     steps(
         concat!(
             "CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' \
-             THEN '-2147483648'::int WHEN ",
+             THEN 'repeatable read' WHEN ",
             is_elsewhere!(),
-            " THEN 0 WHEN ",
-            notice_client!("true"),
-            " THEN 0 END"
+            " THEN 'standby' END"
         ),
         by_column!("pg_try_advisory_xact_lock"),
         "true",
+        &columns_of_try(true, false),
     )
 });
 
 static IS_HELD: LazyLock<String> = LazyLock::new(|| {
     format!(
         "SELECT CASE WHEN pg_catalog.count(*) = pg_catalog.cardinality($1) \
-         THEN pg_catalog.max(l.pid) END {HELD_HERE}"
+         THEN pg_catalog.max(l.pid) END AS pid {HELD_HERE}"
     )
 });
 
 static UNDO: LazyLock<String> = LazyLock::new(|| {
     format!(
-        "SELECT pg_catalog.max(({})::int) {HELD_HERE}",
+        "SELECT pg_catalog.max(({})::int) AS was_held {HELD_HERE}",
         by_column!("pg_advisory_unlock")
     )
 });
@@ -136,39 +122,53 @@ static UNDO: LazyLock<String> = LazyLock::new(|| {
 /// a crash of the server the same number could be drawn again. A message in the log makes it wait.
 static TOKEN: LazyLock<String> = LazyLock::new(|| {
     format!(
-        "SELECT CASE WHEN (SELECT pg_catalog.count(*) {HELD_HERE}) = pg_catalog.cardinality($1) \
-         AND pg_catalog.pg_backend_pid() = $3 THEN CASE WHEN {} IS DISTINCT FROM '' AND \
-         pg_catalog.pg_logical_emit_message(true, 'diesel_interlock', ''::pg_catalog.text) \
-         IS NOT NULL THEN resource_control.next_token('resource_control.fencing_token') END END, \
-         pg_catalog.pg_backend_pid()",
+        "SELECT CASE WHEN is_held \
+         THEN resource_control.next_token('resource_control.fencing_token') END AS token, \
+         pg_catalog.pg_backend_pid() AS pid, CASE WHEN is_held THEN {} END AS synchronous_commit, \
+         CASE WHEN is_held THEN pg_catalog.pg_logical_emit_message(true, 'diesel_interlock', \
+         ''::pg_catalog.text) IS NOT NULL END AS is_logged \
+         FROM (SELECT pg_catalog.count(*) = pg_catalog.cardinality($1) \
+         AND pg_catalog.pg_backend_pid() = $3 AS is_held {HELD_HERE}) AS held",
         keep_commit!()
     )
 });
 
+/// The reply to [`Locks::token`].
+#[derive(Debug, Queryable)]
+pub(super) struct Drawn {
+    /// `None` if not all locks are held.
+    pub(super) token: Option<i64>,
+    /// The session that replied.
+    pub(super) pid: i32,
+    _synchronous_commit: Option<String>,
+    _is_logged: Option<bool>,
+}
+
+type Token = Statement<(Nullable<BigInt>, Integer, Nullable<Text>, Nullable<Bool>)>;
+
 impl Locks {
     /// Takes all session locks if all are free.
-    pub(super) fn take(&self) -> Ask {
+    pub(super) fn take(&self, is_wait: bool) -> Try {
         match &*self.0 {
-            [lock] => lock.take(),
+            [lock] => lock.take(is_wait),
             all => Statement::new(TAKE.as_str(), binds(0, all)),
         }
     }
 
     /// As [`take`](Self::take), where the lock `held` is held already. That lock is given up, too,
     /// if another one is busy.
-    pub(super) fn take_others(&self, held: Busy) -> Ask {
+    pub(super) fn take_others(&self, held: Busy) -> Try {
         let mut order = vec![self.get(held).clone()];
         let others = self.0.iter().filter(|lock| lock.id != order[0].id).cloned();
         order.extend(others.collect::<Vec<_>>());
         Statement::new(TAKE.as_str(), binds(1, &order))
     }
 
-    /// Releases all session locks if this is the session that took them. Returns 1 if all were
-    /// held, minus the place of a lock that was not, and null on another session.
-    pub(super) fn release(&self, pid: i32) -> Ask {
+    /// Releases all session locks if this is the session that took them.
+    pub(super) fn release(&self, pid: i32) -> Release {
         const RELEASE: &str = concat!(
-            "SELECT CASE WHEN pg_catalog.count(*) > 0 \
-             THEN (1 - COALESCE(pg_catalog.min(place) FILTER (WHERE NOT was_held), 0))::int END \
+            "SELECT pg_catalog.bool_and(was_held) AS were_held, \
+             COALESCE(pg_catalog.min(place) FILTER (WHERE NOT was_held), 1)::int - 1 AS place \
              FROM (SELECT place, ",
             by_column!("pg_advisory_unlock"),
             " AS was_held FROM \
@@ -194,7 +194,7 @@ impl Locks {
     /// The pid of a session that holds one of the locks.
     pub(super) fn holder(&self) -> Ask {
         const HOLDER: &str = concat!(
-            "SELECT pg_catalog.min(l.pid) \
+            "SELECT pg_catalog.min(l.pid) AS pid \
              FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) ",
             join_locks!(),
             " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d \
@@ -205,7 +205,7 @@ impl Locks {
 
     /// Draws a fencing token if this is the session with this pid and it holds all locks. Also
     /// returns the pid of the session.
-    pub(super) fn token(&self, pid: i32) -> Statement<(Nullable<BigInt>, Integer)> {
+    pub(super) fn token(&self, pid: i32) -> Token {
         Statement::new(
             TOKEN.as_str(),
             columns(&self.0).into_iter().chain([pid.into()]),
@@ -213,7 +213,7 @@ impl Locks {
     }
 
     /// Takes transaction locks up to the first that is busy.
-    pub(super) fn try_xact(&self) -> Ask {
+    pub(super) fn try_xact(&self) -> Try {
         match &*self.0 {
             [lock] => lock.try_xact(),
             all => Statement::new(TRY_XACT.as_str(), binds(0, all)),

@@ -144,8 +144,8 @@ pub(crate) async fn wait<S: Session>(
     timeout: Option<(Instant, Duration)>,
 ) -> Result<Attempt<()>> {
     loop {
-        let (tried,) = conn.one(&locks.try_xact()).await?;
-        let Err(busy) = Busy::read(tried)? else {
+        let tried = conn.one(&locks.try_xact()).await?;
+        let Err(busy) = Busy::read(&tried)? else {
             return Ok(Attempt::Acquired(()));
         };
         let rest = timeout.map(|(began, timeout)| timeout.saturating_sub(began.elapsed()));

@@ -24,7 +24,7 @@ pub(super) fn look(
             SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') = 'on' THEN NULL
                 WHEN ",
         notice_client!("true"),
-        " THEN NULL ELSE pg_catalog.pg_try_advisory_xact_lock($1, $2) END AS is_ours
+        " = '' THEN NULL ELSE pg_catalog.pg_try_advisory_xact_lock($1, $2) END AS is_ours
         ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($3, $4) END,
                 pg_catalog.transaction_timestamp()
             FROM taking"

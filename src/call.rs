@@ -10,7 +10,6 @@
 //! one place (`call.rs`). A repetition is necessary because the isolation level cannot be changed
 //! after a snapshot was taken.
 
-use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
@@ -27,8 +26,30 @@ use crate::session::{Session, classify, explain, is_closed};
 use crate::statement::Statement;
 use crate::transaction::Own;
 
-/// Sends one statement, or several in turn until one of them returns a row. Also returns when that
-/// statement was sent.
+/// What an operation asks the database: a statement whose row may be the answer.
+pub(crate) trait Question<T, U>: Sync {
+    fn statement(&self) -> &Statement<T>;
+
+    /// Whether the row answers the question.
+    fn is_answered(&self, _row: &U) -> bool {
+        true
+    }
+
+    /// The statement that is sent if there is no answer, which returns the answer or prepares it:
+    /// if it returns no row, the question is asked again.
+    fn otherwise(&self) -> Option<Statement<T>> {
+        None
+    }
+}
+
+impl<T, U> Question<T, U> for Statement<T> {
+    fn statement(&self) -> &Self {
+        self
+    }
+}
+
+/// Sends a statement, and if its row is no answer, the statement that prepares the answer. Also
+/// returns when the statement with the answer was sent.
 ///
 /// **What was sent and has no reply is never sent again.** A connection is replaced if its session
 /// is known to have ended before the statement was sent, and discarded if plain SQL had left a
@@ -36,14 +57,14 @@ use crate::transaction::Own;
 pub(crate) async fn ask<P: Pool, T, U>(
     pool: &P,
     limit: Option<Duration>,
-    statements: impl AsRef<[Statement<T>]> + Send + Sync,
+    question: &impl Question<T, U>,
 ) -> Result<(U, Instant)>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     let borrowed = Borrowed::new(pool, limit).await?;
-    ask_borrowed(borrowed, pool, limit, statements.as_ref()).await
+    ask_borrowed(borrowed, pool, limit, question).await
 }
 
 /// How many rows a statement of [`in_batches`] deletes at most.
@@ -54,7 +75,7 @@ pub(crate) const BATCH: i64 = 10_000;
 pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> Result<u64> {
     let mut deleted = 0;
     loop {
-        let (batch, _): (i64, _) = ask(pool, None, slice::from_ref(&delete)).await?;
+        let (batch, _): (i64, _) = ask(pool, None, &delete).await?;
         deleted += batch.unsigned_abs();
         if batch < BATCH {
             return Ok(deleted);
@@ -80,7 +101,7 @@ where
     borrowed.discards_when_busy();
     let pool = pool.clone();
     P::Mode::surely(&borrowed.runtime(), Some(2 * PATIENCE), async move {
-        let (reply, sent) = ask_borrowed(borrowed, &pool, limit, &[statement]).await?;
+        let (reply, sent) = ask_borrowed(borrowed, &pool, limit, &statement).await?;
         Ok(then(reply, sent))
     })
     .await
@@ -102,7 +123,7 @@ where
 {
     let mut sessions = 0..pool.max_size();
     loop {
-        let asked = P::Mode::within(deadline, ask(pool, limit, slice::from_ref(&statement))).await;
+        let asked = P::Mode::within(deadline, ask(pool, limit, &statement)).await;
         let error = match asked.unwrap_or(Err(Error::TimedOut)) {
             Ok((reply, _)) => return Ok(reply),
             Err(error) => error,
@@ -120,18 +141,18 @@ async fn ask_borrowed<P: Pool, T, U>(
     mut borrowed: Borrowed<P>,
     pool: &P,
     limit: Option<Duration>,
-    statements: &[Statement<T>],
+    question: &impl Question<T, U>,
 ) -> Result<(U, Instant)>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    let mut reply = ask_session(borrowed.conn(), statements).await;
+    let mut reply = ask_session(borrowed.conn(), question).await;
     if let Err(Error::Database(error)) = &reply {
         if ConnectionOf::<P>::was_not_sent(error) {
             borrowed.discard();
             borrowed = Borrowed::new(pool, limit).await?;
-            reply = ask_session(borrowed.conn(), statements).await;
+            reply = ask_session(borrowed.conn(), question).await;
         }
     }
     // Also after a replacement: after a failover, the second connection may lead to the old server.
@@ -139,7 +160,7 @@ where
         // The server has refused, so nothing was done.
         borrowed.discard();
         borrowed = Borrowed::new(pool, limit).await?;
-        reply = ask_session(borrowed.conn(), statements).await;
+        reply = ask_session(borrowed.conn(), question).await;
     }
     borrowed.note_reply();
     if matches!(reply, Err(Error::DirtyConnection | Error::Standby)) {
@@ -148,11 +169,11 @@ where
     reply
 }
 
-/// Sends the statements on a pooled connection. Where a stricter isolation level is the default, a
-/// statement that needs READ COMMITTED is repeated there.
+/// Asks on a pooled connection. Where a stricter isolation level is the default, a statement that
+/// needs READ COMMITTED is repeated there.
 async fn ask_session<S: Session, T, U>(
     session: &mut S,
-    statements: &[Statement<T>],
+    question: &impl Question<T, U>,
 ) -> Result<(U, Instant)>
 where
     Pg: QueryMetadata<T>,
@@ -161,42 +182,43 @@ where
     if !session.transaction().is_none() {
         return Err(Error::DirtyConnection);
     }
-    let (mut reply, mut sent) = (Err(DieselError::NotFound), Instant::now());
-    for statement in statements.iter().cycle() {
-        sent = Instant::now();
-        let is_open;
-        (reply, is_open) = session.probe(statement).await;
+    let mut otherwise = None;
+    let (reply, sent) = loop {
+        let sent = Instant::now();
+        let statement = otherwise.as_ref().unwrap_or(question.statement());
+        let (reply, is_open) = session.probe(statement).await;
         if is_open {
             return Err(Error::DirtyConnection);
         }
-        if !is_next(statements, &reply) {
-            break;
+        match next(question, &reply, otherwise.is_some()) {
+            Some(statement) => otherwise = statement,
+            None => break (reply, sent),
         }
-    }
-    repair(session, statements, reply, sent).await
+    };
+    repair(session, question, reply, sent).await
 }
 
 /// As [`ask`], on the caller's connection: in its transaction, if there is one.
 pub(crate) async fn ask_on<S: Session, T, U>(
     session: &mut S,
-    statements: &[Statement<T>],
+    question: &impl Question<T, U>,
 ) -> Result<U>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     let is_free = session.transaction().is_none();
-    match send(session, statements).await {
+    match send(session, question).await {
         Ok(row) => Ok(row),
         Err(error) if !is_free => Err(classify(session, error).await),
-        failed => Ok(repair(session, statements, failed, Instant::now()).await?.0),
+        failed => Ok(repair(session, question, failed, Instant::now()).await?.0),
     }
 }
 
 /// Repeats a statement that needs READ COMMITTED at that level. Explains every other error.
 async fn repair<S: Session, T, U>(
     session: &mut S,
-    statements: &[Statement<T>],
+    question: &impl Question<T, U>,
     reply: QueryResult<U>,
     sent: Instant,
 ) -> Result<(U, Instant)>
@@ -208,7 +230,7 @@ where
         match Own::begin(session).await {
             Ok(transaction) => {
                 let sent = Instant::now();
-                return match send(transaction.conn, statements).await {
+                return match send(transaction.conn, question).await {
                     Ok(row) => transaction.end(Ok((row, sent))).await,
                     Err(error) => Err(transaction.fail(error.into()).await),
                 };
@@ -225,25 +247,41 @@ where
     }
 }
 
-/// Sends the statements in turn until one of them returns a row.
-async fn send<S: Session, T, U>(session: &mut S, statements: &[Statement<T>]) -> QueryResult<U>
+/// Asks until there is an answer.
+async fn send<S: Session, T, U>(session: &mut S, question: &impl Question<T, U>) -> QueryResult<U>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
+    let mut otherwise = None;
     loop {
-        for statement in statements {
-            let reply = session.one(statement).await;
-            if !is_next(statements, &reply) {
-                return reply;
-            }
+        let statement = otherwise.as_ref().unwrap_or(question.statement());
+        let reply = session.one(statement).await;
+        match next(question, &reply, otherwise.is_some()) {
+            Some(statement) => otherwise = statement,
+            None => return reply,
         }
     }
 }
 
-/// Whether the next statement is to be sent: there are several, and this one has returned no row.
-fn is_next<T, U>(statements: &[Statement<T>], reply: &QueryResult<U>) -> bool {
-    statements.len() > 1 && matches!(reply, Err(DieselError::NotFound))
+/// What is to be sent after a reply: nothing, the statement that prepares the answer, or the
+/// question (`Some(None)`).
+fn next<T, U>(
+    question: &impl Question<T, U>,
+    reply: &QueryResult<U>,
+    is_prepared: bool,
+) -> Option<Option<Statement<T>>> {
+    let is_answered = match reply {
+        Ok(row) => is_prepared || question.is_answered(row),
+        Err(error) => !matches!(error, DieselError::NotFound),
+    };
+    if is_answered {
+        None
+    } else if is_prepared {
+        Some(None)
+    } else {
+        question.otherwise().map(Some)
+    }
 }
 
 fn needs_read_committed(error: &DieselError) -> bool {

@@ -126,7 +126,7 @@ impl<P: Pool> Leader<P> {
         P::Mode::drive(async move {
             let service = self.semaphore().service()?;
             let current = Statement::<Columns>::new(CURRENT, [(&*service).into()]);
-            let (fencing_token, holder, since, until) = match ask(pool, None, [current]).await {
+            let (fencing_token, holder, since, until) = match ask(pool, None, &current).await {
                 Ok((row, _)) => row,
                 Err(Error::Database(DieselError::NotFound)) => return Ok(None),
                 Err(error) => return Err(error),

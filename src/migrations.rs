@@ -251,7 +251,7 @@ async fn run_files<P: Pool>(pool: &P, set_base: &'static str) -> Result<Done> {
 /// Fails if the statement returns who must install, because the database is a copy.
 async fn require_no_owner<P: Pool>(pool: &P, sql: &'static str) -> Result<()> {
     let owner = Statement::<Nullable<Text>>::new(sql, []);
-    let (owner, _): (Option<String>, _) = ask(pool, None, [owner]).await?;
+    let (owner, _): (Option<String>, _) = ask(pool, None, &owner).await?;
     owner.map_or(Ok(()), |owner| Err(Error::CopiedSchema { owner }))
 }
 
@@ -296,7 +296,7 @@ impl State {
     /// Reads what is installed. An error if the encoding of the database does not fit.
     async fn look<P: Pool>(pool: &P) -> Result<Self> {
         let look = Statement::<(Text, Bool)>::new(LOOK, []);
-        let ((encoding, is_there), _): ((String, bool), _) = ask(pool, None, [look]).await?;
+        let ((encoding, is_there), _): ((String, bool), _) = ask(pool, None, &look).await?;
         if encoding != "UTF8" {
             return Err(Error::Encoding(encoding));
         }
@@ -319,7 +319,7 @@ impl State {
             .map(Into::into)
             .collect();
         let statement = Statement::<(Array<Text>, Array<Text>)>::new(STATE, [all.into()]);
-        let ((recorded, missing), _) = ask(pool, None, [statement]).await?;
+        let ((recorded, missing), _) = ask(pool, None, &statement).await?;
         Ok(Self { recorded, missing })
     }
 

@@ -22,7 +22,7 @@ pub use self::check::{Check, KeyState, Limited, Spent};
 pub use self::local::{LocalCheck, LocalRateLimit};
 pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
-use crate::call::{ask, ask_on};
+use crate::call::{Question, ask, ask_on};
 use crate::error::{Error, Result};
 use crate::event::{Subject, changed};
 use crate::input;
@@ -236,7 +236,7 @@ impl<P: Pool> RateLimit<P> {
                     return Ok(false);
                 }
                 let refund = call.refund(units, spent.at, before);
-                let ((refilled,), _): ((Option<i64>,), _) = self.ask(pool, None, &[refund]).await?;
+                let ((refilled,), _): ((Option<i64>,), _) = self.ask(pool, None, &refund).await?;
                 spent.end_part(refilled.unwrap_or_else(|| quota.refill(units)));
                 waiting::wake_oldest(&self.units());
                 Ok(refilled.is_some())
@@ -281,7 +281,7 @@ impl<P: Pool> RateLimit<P> {
 
     async fn look(&self, pool: &P) -> Result<KeyState> {
         let (call, _) = self.call()?;
-        let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, [sql::look(&[call])]).await?;
+        let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, &sql::look(&[call])).await?;
         let full_in = full_in.first().copied().map_or(0, difference);
         Ok(KeyState::new(self.name, self.quota, call.quota, full_in))
     }
@@ -308,33 +308,33 @@ impl<P: Pool> RateLimit<P> {
     ) -> Result<(Check, Database, Instant)> {
         let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let (call, lead) = self.call()?;
-        let statements = call.check(self.commit(), lead);
-        let (row, sent): (Row, _) = self.ask(pool, limit, &statements).await?;
-        let database = Database(row.3);
-        Ok((self.read(&call, row), database, sent))
+        let check = call.check(self.commit(), lead, deadline.is_some());
+        let (row, sent) = self.ask(pool, limit, &check).await?;
+        let database = Database(row.database.unwrap_or_default());
+        Ok((self.read(&call, &row), database, sent))
     }
 
     /// Sends a statement that gives units back, and wakes the oldest waiter of this key in this
     /// process.
     async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<bool> {
-        let (count, _): (i64, _) = self.ask(pool, None, &[statement]).await?;
+        let (count, _): (i64, _) = self.ask(pool, None, &statement).await?;
         waiting::wake_oldest(&self.units());
         Ok(count > 0)
     }
 
     async fn decide<S: Session>(&self, session: &mut S, commit: Commit) -> Result<Check> {
         let (call, lead) = self.call()?;
-        let row = ask_on(session, &call.check(commit, lead)).await?;
-        Ok(self.read(&call, row))
+        let row = ask_on(session, &call.check(commit, lead, false)).await?;
+        Ok(self.read(&call, &row))
     }
 
-    /// Sends the statements. If they failed because another transaction held the row for too long
-    /// and that transaction has ended by now, as is common on a busy key, sends them again.
+    /// Asks. If that failed because another transaction held the row for too long
+    /// and that transaction has ended by now, as is common on a busy key, asks again.
     async fn ask<T, U>(
         &self,
         pool: &P,
         limit: Option<Duration>,
-        statements: &[Statement<T>],
+        question: &impl Question<T, U>,
     ) -> Result<(U, Instant)>
     where
         Pg: QueryMetadata<T>,
@@ -342,11 +342,11 @@ impl<P: Pool> RateLimit<P> {
     {
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
         let rest = || deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        let mut reply = ask(pool, limit, statements).await;
+        let mut reply = ask(pool, limit, question).await;
         for _ in 0..RETRIES {
             let Err(error) = reply else { break };
             self.explain(pool, rest(), error).await?;
-            reply = ask(pool, rest(), statements).await;
+            reply = ask(pool, rest(), question).await;
         }
         reply
     }
@@ -360,16 +360,19 @@ impl<P: Pool> RateLimit<P> {
             error => return Err(error),
         };
         let (call, _) = self.call()?;
-        match ask(pool, limit, [call.is_locked()]).await {
+        match ask(pool, limit, &call.is_locked()).await {
             Ok((true, _)) => Err(Error::KeyLocked(self.name)),
             Ok(_) => Ok(()),
             Err(_) => Err(cause.into()),
         }
     }
 
-    fn read(&self, call: &Call<'_>, (is_allowed, at, full_in, _): Row) -> Check {
-        let state = KeyState::new(self.name, self.quota, call.quota, difference(full_in));
-        Check::new(state, call.quota, self.cost, is_allowed, at)
+    fn read(&self, call: &Call<'_>, row: &Row) -> Check {
+        let state = KeyState::new(self.name, self.quota, call.quota, row.full_in(call));
+        match row.spent_at {
+            Some(at) => Check::Allowed(Spent::new(at, self.cost, state)),
+            None => Check::Limited(Limited::new(state, call.quota, self.cost)),
+        }
     }
 
     /// What waiters for this key wait for.

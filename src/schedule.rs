@@ -165,7 +165,7 @@ impl<P: Pool> Schedule<P> {
     pub fn pause<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let pause = async {
-                let (was_running, _) = ask(pool, None, [sql::pause(&self.checked_name()?)]).await?;
+                let (was_running, _) = ask(pool, None, &sql::pause(&self.checked_name()?)).await?;
                 Ok(was_running)
             };
             self.subject().observe_as("pause", changed, pause).await
@@ -179,7 +179,7 @@ impl<P: Pool> Schedule<P> {
     pub fn resume<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let resume = async {
-                let (was_paused, _) = ask(pool, None, [sql::resume(&self.checked_name()?)]).await?;
+                let (was_paused, _) = ask(pool, None, &sql::resume(&self.checked_name()?)).await?;
                 Ok(was_paused)
             };
             self.subject().observe_as("resume", changed, resume).await

@@ -71,12 +71,12 @@ impl From<&str> for Bind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Database(pub(crate) i32);
 
-/// The SQL of a [`Database`], in 20 bits: a hash of its name, and of when the server started.
+/// The SQL of a [`Database`]: a hash of its name, and of when the server started. Only the texts of
+/// waits contain it.
 macro_rules! database {
     () => {
-        "((pg_catalog.hashname(pg_catalog.current_database()) \
-         OPERATOR(pg_catalog.#) pg_catalog.hashfloat8(pg_catalog.date_part('epoch', \
-         pg_catalog.pg_postmaster_start_time()))) OPERATOR(pg_catalog.&) 1048575)"
+        "pg_catalog.hashname(pg_catalog.current_database()) OPERATOR(pg_catalog.#) \
+         pg_catalog.hashfloat8(pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()))"
     };
 }
 pub(crate) use database;
@@ -154,7 +154,18 @@ impl<T> Statement<T> {
 
     /// The same statement in another text, which a session prepares anew.
     pub(crate) fn anew(&self) -> Self {
-        Self::new(format!("{} ", self.sql), self.binds.clone())
+        self.in_text(format!("{} ", self.sql))
+    }
+
+    /// A statement with the same parameters.
+    pub(crate) fn in_text(&self, sql: impl Into<Cow<'static, str>>) -> Self {
+        Self::new(sql, self.binds.clone())
+    }
+}
+
+impl<T> Clone for Statement<T> {
+    fn clone(&self) -> Self {
+        self.in_text(self.sql.clone())
     }
 }
 

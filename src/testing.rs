@@ -135,7 +135,7 @@ async fn change<P: Pool>(
     sql: &'static str,
     binds: impl IntoIterator<Item = Bind>,
 ) -> Result<u64> {
-    let (count, _): (i64, _) = ask(pool, None, [Statement::<BigInt>::new(sql, binds)]).await?;
+    let (count, _): (i64, _) = ask(pool, None, &Statement::<BigInt>::new(sql, binds)).await?;
     Ok(count.unsigned_abs())
 }
 

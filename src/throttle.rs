@@ -120,7 +120,7 @@ impl<P: Pool> Throttle<P> {
     /// of a key takes two.
     pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().observe("attempt", async move {
-            let (row, _) = ask(pool, None, self.statements()?).await?;
+            let (row, _) = ask(pool, None, &self.question()?).await?;
             self.decide(row)
         }))
     }
@@ -131,7 +131,7 @@ impl<P: Pool> Throttle<P> {
     /// throttle is due again.
     pub fn attempt_on<'a>(&'a self, conn: &'a mut ConnectionOf<P>) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().observe("attempt_on", async move {
-            self.decide(ask_on(conn, &self.statements()?).await?)
+            self.decide(ask_on(conn, &self.question()?).await?)
         }))
     }
 
@@ -141,30 +141,23 @@ impl<P: Pool> Throttle<P> {
         (self.name, &self.key, self.every.is_none())
     }
 
-    /// The statements of an attempt, sent in turn until one returns a row. A resource without a key
-    /// needs one statement. Otherwise the first is for a key that has a row, and the second for one
-    /// without.
-    fn statements(&self) -> Result<Vec<sql::Attempt>> {
+    fn question(&self) -> Result<sql::Attempt> {
         input::name(self.name)?;
         input::text(&self.key)?;
         input::text(&self.details)?;
-        let (name, key) = (self.name, &*self.key);
         let details = match self.details.trim() {
             "" => instance::name(),
             _ => &*self.details,
         };
-        Ok(match self.every {
-            Some(every) => {
-                let every = input::check_duration(
-                    every,
-                    LONGEST,
-                    "the interval of a throttle must be between a microsecond and 1,000 years",
-                )?;
-                sql::named(name, key, PgInterval::from_microseconds(every), details).into()
-            }
-            None if key.is_empty() => vec![sql::resource(name, details)],
-            None => sql::keyed_resource(name, key, details).into(),
-        })
+        let every = self.every.map(|every| {
+            input::check_duration(
+                every,
+                LONGEST,
+                "the interval of a throttle must be between a microsecond and 1,000 years",
+            )
+        });
+        let every = every.transpose()?.map(PgInterval::from_microseconds);
+        Ok(sql::Attempt::new(self.name, &self.key, every, details))
     }
 
     fn decide(&self, row: sql::Row) -> Result<Decision> {

@@ -118,8 +118,14 @@ CREATE OR REPLACE FUNCTION resource_control.next_token(sequence regclass) RETURN
 AS $$
 DECLARE
     token bigint := pg_catalog.nextval(sequence);
-    token_floor CONSTANT bigint := resource_control.token_floor();
+    token_floor bigint := NULLIF(pg_catalog.current_setting('diesel_interlock.token_floor', true), '')::bigint;
 BEGIN
+    -- A session reads the floor once, because a server that writes stays on its timeline until it stops. A new base sets the
+    -- sequences themselves, to at least its floor.
+    IF token_floor IS NULL THEN
+        token_floor := resource_control.token_floor();
+        PERFORM pg_catalog.set_config('diesel_interlock.token_floor', token_floor::pg_catalog.text, false);
+    END IF;
     IF token < token_floor THEN
         -- This happens once per promotion. Only one session at a time, because a slower one would set the sequence back.
         PERFORM pg_catalog.pg_advisory_xact_lock(20000101000009);
@@ -232,8 +238,8 @@ BEGIN
     -- Not FOR UPDATE: it would conflict with the foreign key of a row that an open transaction has inserted.
     UPDATE resource_control.throttled_resource AS r
         SET last_locked = clock_timestamp(), last_locker_details = details_var
-        WHERE r.ctid = (
-            SELECT due.ctid FROM resource_control.throttled_resource AS due
+        WHERE r.resource_id = resource_id_var AND EXISTS (
+            SELECT FROM resource_control.throttled_resource AS due
                 WHERE due.resource_id = resource_id_var
                     AND due.last_locked <= clock_timestamp() - resource_control.elapsed(due.throttle_interval)
                 FOR NO KEY UPDATE SKIP LOCKED);

@@ -135,7 +135,7 @@ async fn look<P: Pool>(keys: &[Key<P>], pool: &P) -> Result<Option<Limited>> {
     let calls: Result<Vec<_>> = keys.iter().map(|key| key.limit.call()).collect();
     let calls = calls?;
     let asked: Vec<_> = calls.iter().map(|(call, _)| *call).collect();
-    let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, [sql::look(&asked)]).await?;
+    let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, &sql::look(&asked)).await?;
     let mut looked = keys.iter().zip(calls).zip(full_in);
     Ok(looked.find_map(|((key, (call, lead)), full_in)| {
         let full_in = difference(full_in);

@@ -109,20 +109,6 @@ impl Check {
             Self::Limited(limited) => &limited.state,
         }
     }
-
-    pub(super) fn new(
-        state: KeyState,
-        exact: Exact,
-        cost: u32,
-        is_allowed: bool,
-        at: PgTimestamp,
-    ) -> Self {
-        if is_allowed {
-            Self::Allowed(Spent::new(at, cost, state))
-        } else {
-            Self::Limited(Limited::new(state, exact, cost))
-        }
-    }
 }
 
 impl KeyState {

@@ -5,11 +5,13 @@
 //! `full_at`. Because of this order the promise holds in every interleaving.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
-use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Nullable, Timestamptz};
+use diesel::prelude::*;
+use diesel::sql_types::{Array, BigInt, Bool, Double, Integer, Interval, Nullable, Timestamptz};
 
 use super::quota::Exact;
-use crate::call::BATCH;
-use crate::statement::{Statement, database, keep_commit};
+use crate::call::{BATCH, Question};
+use crate::input::difference;
+use crate::statement::{Bind, Statement, database, keep_commit};
 
 /// A call: who spends how many units under which quota.
 #[derive(Debug, Clone, Copy)]
@@ -30,16 +32,27 @@ pub(super) enum Commit {
     Callers,
 }
 
-/// Whether the call was allowed; when; in how long the key is full; and the database, if the call
-/// was denied.
-pub(super) type Row = (bool, PgTimestamp, PgInterval, i32);
-pub(super) type Ask = Statement<(Bool, Timestamptz, Interval, Integer)>;
+/// The reply to a check.
+#[derive(Debug, Queryable)]
+pub(super) struct Row {
+    /// When the units were spent, and `None` if they were not.
+    pub(super) spent_at: Option<PgTimestamp>,
+    /// In how long the key is full.
+    full_in: PgInterval,
+    /// The quota under which the key owes.
+    unit_us: f64,
+    /// Only in the reply to a check that waits.
+    pub(super) database: Option<i32>,
+}
+
+type RowSql = (Nullable<Timestamptz>, Interval, Double, Nullable<Integer>);
 
 /// Decides the common cases: the key has a row of this quota, or it is limited. A denial only
 /// reads. The `CASE` keeps the planner from evaluating `set_config` first, which would make denials
-/// slower.
+/// slower. Returns no row for a key without one. Reads `r` as it was when the statement began, also
+/// if the update has waited since for another transaction.
 macro_rules! decide {
-    ($limit:expr, $commit:expr) => {
+    ($limit:expr, $commit:expr, $database:expr) => {
         concat!(
             "WITH spent AS (
                 UPDATE resource_control.rate_limit AS r SET spent_at = pg_catalog.clock_timestamp(),
@@ -51,16 +64,12 @@ macro_rules! decide {
                     RETURNING r.spent_at, r.full_at",
             $commit,
             ")
-            SELECT true, s.spent_at, s.full_at - pg_catalog.clock_timestamp(), 0 FROM spent AS s
-            UNION ALL SELECT false, pg_catalog.clock_timestamp(),
-                    resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3)
-                        - pg_catalog.clock_timestamp(), ",
-            database!(),
-            "
-                FROM resource_control.rate_limit AS r
-                WHERE r.name = $1 AND r.key = $2 AND NOT EXISTS (SELECT FROM spent)
-                    AND resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3)
-                        > pg_catalog.clock_timestamp() + $5"
+            SELECT s.spent_at, COALESCE(s.full_at, r.full_at) - pg_catalog.clock_timestamp()
+                        AS full_in, r.unit_us, ",
+            $database,
+            " AS database
+                FROM resource_control.rate_limit AS r LEFT JOIN spent AS s ON true
+                WHERE r.name = $1 AND r.key = $2"
         )
     };
 }
@@ -92,7 +101,10 @@ macro_rules! prepare {
                         <= pg_catalog.clock_timestamp() + $5
                     RETURNING r.spent_at",
             $commit,
-            ") SELECT false, m.spent_at, interval '0', 0 FROM made AS m WHERE false"
+            ")
+            SELECT m.spent_at, interval '0' AS full_in, '0'::double precision AS unit_us,
+                    NULL::int AS database
+                FROM made AS m WHERE false"
         )
     };
 }
@@ -111,17 +123,23 @@ macro_rules! commit_async {
     };
 }
 
-/// Indexed by [`Commit`]: for each, the statements of `decide!` and of `prepare!`.
-const CHECKS: [[&str; 2]; 3] = [
+/// Indexed by [`Commit`]: for each, `decide!` without and with the database, and `prepare!`.
+const CHECKS: [[&str; 3]; 3] = [
     [
-        decide!(limit!(), commit_async!()),
+        decide!(limit!(), commit_async!(), "NULL::int"),
+        decide!(limit!(), commit_async!(), database!()),
         prepare!(limit!(), commit_async!()),
     ],
     [
-        decide!(limit!(), concat!(", ", keep_commit!())),
+        decide!(limit!(), concat!(", ", keep_commit!()), "NULL::int"),
+        decide!(limit!(), concat!(", ", keep_commit!()), database!()),
         prepare!(limit!(), concat!(", ", keep_commit!())),
     ],
-    [decide!("true", ""), prepare!("true", "")],
+    [
+        decide!("true", "", "NULL::int"),
+        decide!("true", "", database!()),
+        prepare!("true", ""),
+    ],
 ];
 
 /// Refunds only while the quota is the one under which the units were spent, and only if the
@@ -159,6 +177,7 @@ const RESET: &str = concat!(
     ) SELECT pg_catalog.count(*) FROM done WHERE owed"
 );
 
+/// By `ctid`, because PostgreSQL would join a batch of keys with a scan of the whole table.
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.rate_limit WHERE ctid = ANY (ARRAY(
             SELECT r.ctid FROM resource_control.rate_limit AS r
@@ -180,29 +199,26 @@ const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
                 AND l.pid <> pg_catalog.pg_backend_pid())
     END";
 
-impl Call<'_> {
-    /// Returns the statements of a check: the one that decides, and the one that prepares the key
-    /// for it. `lead` is the lead of the cost.
-    pub(super) fn check(self, commit: Commit, lead: i64) -> [Ask; 2] {
-        let Self {
-            name,
-            key,
-            quota,
-            cost,
-        } = self;
-        let (unit, burst) = (quota.unit(), quota.burst());
-        let [lead, increase] = [lead, quota.refill(cost)].map(PgInterval::from_microseconds);
-        let binds = [
-            name.into(),
-            key.into(),
-            unit.into(),
-            burst.into(),
-            lead.into(),
-        ];
-        let [decide, prepare] = CHECKS[commit as usize];
+impl<'a> Call<'a> {
+    /// Asks whether the call is allowed. `lead` is the lead of the cost.
+    pub(super) fn check(self, commit: Commit, lead: i64, is_wait: bool) -> Check<'a> {
+        let increase = PgInterval::from_microseconds(self.quota.refill(self.cost));
+        let binds = self.binds(lead).into_iter().chain([increase.into()]);
+        Check {
+            call: self,
+            commit,
+            lead,
+            decide: Statement::new(CHECKS[commit as usize][usize::from(is_wait)], binds),
+        }
+    }
+
+    fn binds(self, lead: i64) -> [Bind; 5] {
         [
-            Statement::new(decide, binds.clone().into_iter().chain([increase.into()])),
-            Statement::new(prepare, binds),
+            self.name.into(),
+            self.key.into(),
+            self.quota.unit().into(),
+            self.quota.burst().into(),
+            PgInterval::from_microseconds(lead).into(),
         ]
     }
 
@@ -230,6 +246,44 @@ impl Call<'_> {
 
     pub(super) fn is_locked(self) -> Statement<Bool> {
         Statement::new(IS_LOCKED, [self.name.into(), self.key.into()])
+    }
+}
+
+/// The question whether a call is allowed.
+pub(super) struct Check<'a> {
+    call: Call<'a>,
+    commit: Commit,
+    lead: i64,
+    decide: Statement<RowSql>,
+}
+
+impl Question<RowSql, Row> for Check<'_> {
+    fn statement(&self) -> &Statement<RowSql> {
+        &self.decide
+    }
+
+    /// Not if the key has another quota under which it is not limited, or was no longer limited
+    /// when the statement ended.
+    fn is_answered(&self, row: &Row) -> bool {
+        row.spent_at.is_some() || row.full_in(&self.call) > self.lead
+    }
+
+    fn otherwise(&self) -> Option<Statement<RowSql>> {
+        let [.., prepare] = CHECKS[self.commit as usize];
+        Some(Statement::new(prepare, self.call.binds(self.lead)))
+    }
+}
+
+impl Row {
+    /// In how many microseconds the key is full under the quota of the call: it owes as many units
+    /// as under its own, as in `rate_limit_full_at`.
+    pub(super) fn full_in(&self, call: &Call<'_>) -> i64 {
+        let (full_in, unit) = (difference(self.full_in), call.quota.unit());
+        if self.spent_at.is_some() || full_in <= 0 || self.unit_us == unit {
+            full_in
+        } else {
+            (full_in as f64 * (unit / self.unit_us)) as i64
+        }
     }
 }
 

@@ -57,11 +57,11 @@ impl<P: Pool> Schedule<P> {
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
     ) -> Result<Step<P>> {
         let name = self.checked_name()?;
-        let (seen, _): (sql::Seen, _) = self.in_time(ask(pool, limit, [sql::look(&name)])).await?;
+        let (seen, _): (sql::Seen, _) = self.in_time(ask(pool, limit, &sql::look(&name))).await?;
         let (now, Some(last), Some(attempt), Some(token), claim, expires_at, is_paused) = seen
         else {
             let (_, _): (i64, _) = self
-                .in_time(ask(pool, limit, [sql::register(&name)]))
+                .in_time(ask(pool, limit, &sql::register(&name)))
                 .await?;
             return Ok(Step::Over(RunDue::Later(Duration::ZERO)));
         };
@@ -74,7 +74,7 @@ impl<P: Pool> Schedule<P> {
                 claim: claim.unwrap_or_default(),
             };
             let give_back = End::GiveBack.of(&orphan);
-            let (_, _): (bool, _) = self.in_time(ask(pool, limit, [give_back])).await?;
+            let (_, _): (bool, _) = self.in_time(ask(pool, limit, &give_back)).await?;
             unanswered.strike_off(claim);
             return Ok(Step::Over(RunDue::Later(Duration::ZERO)));
         }

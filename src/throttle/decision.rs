@@ -97,25 +97,31 @@ impl Denied {
 
 impl Decision {
     /// Reads the row of an attempt. `None` for a resource without a row, which has no interval.
-    pub(super) fn new((is_granted, at, last, by, every): Row) -> Option<Self> {
+    pub(super) fn new(row: Row) -> Option<Self> {
         const SECOND: Duration = Duration::from_secs(1);
-        let every = every?.microseconds.max(1);
-        let rest = last.0.saturating_add(every).saturating_sub(at.0);
-        Some(match (is_granted, time(last)) {
-            (true, last) => Self::Granted(Granted {
-                granted_at: last.unwrap_or_default(),
+        let every = row.every?.microseconds.max(1);
+        if let Some(granted_at) = row.granted_at {
+            return Some(Self::Granted(Granted {
+                granted_at: time(granted_at).unwrap_or_default(),
                 due_in: microseconds(every),
-            }),
-            (false, Some(at)) if rest > 0 => Self::Denied(Denied {
+            }));
+        }
+        let due = row.last_granted.0.saturating_add(every);
+        let rest = due.saturating_sub(row.now.0);
+        Some(Self::Denied(match time(row.last_granted) {
+            Some(at) if rest > 0 => Denied {
                 retry_after: microseconds(rest),
-                last: Some(LastGrant { by, at }),
-            }),
+                last: Some(LastGrant {
+                    by: row.details,
+                    at,
+                }),
+            },
             // The throttle is due and yet was not granted, so another transaction is taking it.
-            (false, _) => Self::Denied(Denied {
+            _ => Denied {
                 retry_after: microseconds(every).min(SECOND),
                 last: None,
-            }),
-        })
+            },
+        }))
     }
 }
 

@@ -1,19 +1,36 @@
 //! The statements of a throttle.
 //!
-//! **`UPDATE … WHERE ctid = (SELECT … FOR NO KEY UPDATE SKIP LOCKED)`.** With this, an attempt
-//! never waits for another transaction. `FOR UPDATE` would conflict with the row lock that a
-//! foreign-key check takes.
+//! **`UPDATE … WHERE EXISTS (SELECT … FOR NO KEY UPDATE SKIP LOCKED)`.** With this, an attempt
+//! never waits for another transaction: it updates the row only if it could lock it. `FOR UPDATE`
+//! would conflict with the row lock that a foreign-key check takes.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
+use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
-use crate::call::BATCH;
-use crate::statement::{Statement, keep_commit, own_lock};
+use crate::call::{BATCH, Question};
+use crate::statement::{Bind, Statement, keep_commit, own_lock};
 
-/// Whether the throttle was granted; the time of that decision; the time of the last grant and who
-/// got it; and the interval, which is null for a resource without a row.
-pub(super) type Row = (bool, PgTimestamp, PgTimestamp, String, Option<PgInterval>);
-pub(super) type Attempt = Statement<(Bool, Timestamptz, Timestamptz, Text, Nullable<Interval>)>;
+/// The reply to an attempt.
+#[derive(Debug, Queryable)]
+pub(super) struct Row {
+    /// When the throttle was granted, and `None` if it was denied.
+    pub(super) granted_at: Option<PgTimestamp>,
+    pub(super) now: PgTimestamp,
+    /// The grant before this attempt.
+    pub(super) last_granted: PgTimestamp,
+    pub(super) details: String,
+    /// The interval. `None` for a resource without a row.
+    pub(super) every: Option<PgInterval>,
+}
+
+type RowSql = (
+    Nullable<Timestamptz>,
+    Timestamptz,
+    Timestamptz,
+    Text,
+    Nullable<Interval>,
+);
 
 /// Attempts a resource without a key. The row is locked only if it is due, and skipped while
 /// another transaction is taking it, so a denial only reads. Labels are compared as text: a label
@@ -22,21 +39,21 @@ const RESOURCE: &str = concat!(
     "WITH granted AS (
         UPDATE resource_control.throttled_resource
             SET last_locked = pg_catalog.clock_timestamp(), last_locker_details = $2
-        WHERE ctid = (
-            SELECT t.ctid FROM resource_control.throttled_resource AS t
-                WHERE t.resource_id::pg_catalog.text = $1 AND t.last_locked
-                    <= pg_catalog.clock_timestamp() - resource_control.elapsed(t.throttle_interval)
-                FOR NO KEY UPDATE SKIP LOCKED)
-            RETURNING last_locked, last_locker_details, throttle_interval, ",
+            WHERE resource_id::pg_catalog.text = $1 AND EXISTS (
+                SELECT FROM resource_control.throttled_resource AS d
+                    WHERE d.resource_id::pg_catalog.text = $1 AND d.last_locked
+                        <= pg_catalog.clock_timestamp()
+                            - resource_control.elapsed(d.throttle_interval)
+                    FOR NO KEY UPDATE SKIP LOCKED)
+            RETURNING last_locked, ",
     keep_commit!(),
     "
     )
-    SELECT true, g.last_locked, g.last_locked, g.last_locker_details,
-            resource_control.elapsed(g.throttle_interval)
-        FROM granted AS g
-    UNION ALL SELECT false, pg_catalog.clock_timestamp(), COALESCE(t.last_locked, '-infinity'),
-            COALESCE(t.last_locker_details, ''), resource_control.elapsed(t.throttle_interval)
-        FROM (SELECT WHERE NOT EXISTS (SELECT FROM granted)) AS denied
+    SELECT g.last_locked AS granted_at, pg_catalog.clock_timestamp() AS now,
+            COALESCE(t.last_locked, '-infinity') AS last_granted,
+            COALESCE(t.last_locker_details, '') AS details,
+            resource_control.elapsed(t.throttle_interval) AS every
+        FROM (SELECT) AS one LEFT JOIN granted AS g ON true
             LEFT JOIN resource_control.throttled_resource AS t
                 ON t.resource_id::pg_catalog.text = $1"
 );
@@ -48,22 +65,20 @@ macro_rules! again {
         concat!(
             "WITH granted AS (
                 UPDATE resource_control.throttle SET last_granted = pg_catalog.clock_timestamp(),
-                    throttle_interval = ", $every, ", details = $2
-                WHERE ctid = (
-                    SELECT t.ctid FROM resource_control.throttle AS t
-                        WHERE t.name = $1 AND t.key = $3 AND t.is_resource = ", $is_resource,
-            " AND t.last_granted <= pg_catalog.clock_timestamp() - ", $every, "
-                        FOR NO KEY UPDATE SKIP LOCKED)
-                    RETURNING last_granted, details, throttle_interval, ",
+                        throttle_interval = ", $every, ", details = $2
+                    WHERE name = $1 AND key = $3 AND is_resource = ", $is_resource, " AND EXISTS (
+                        SELECT FROM resource_control.throttle AS d
+                            WHERE d.name = $1 AND d.key = $3 AND d.is_resource = ", $is_resource,
+            " AND d.last_granted <= pg_catalog.clock_timestamp() - ", $every, "
+                            FOR NO KEY UPDATE SKIP LOCKED)
+                    RETURNING last_granted, ",
             keep_commit!(),
             "
             )
-            SELECT true, g.last_granted, g.last_granted, g.details, g.throttle_interval
-                FROM granted AS g
-            UNION ALL SELECT false, pg_catalog.clock_timestamp(), t.last_granted, t.details,
-                ", $every, " FROM resource_control.throttle AS t
-                WHERE t.name = $1 AND t.key = $3 AND t.is_resource = ", $is_resource,
-            " AND NOT EXISTS (SELECT FROM granted)"
+            SELECT g.last_granted AS granted_at, pg_catalog.clock_timestamp() AS now,
+                    t.last_granted, t.details, ", $every, " AS every
+                FROM resource_control.throttle AS t LEFT JOIN granted AS g ON true
+                WHERE t.name = $1 AND t.key = $3 AND t.is_resource = ", $is_resource
         )
     };
 }
@@ -85,13 +100,14 @@ macro_rules! first {
                         (name, key, is_resource, last_granted, throttle_interval, details)
                     SELECT $1, $3, ", $is_resource, ", pg_catalog.clock_timestamp(), every, $2
                     FROM taking WHERE is_ours AND every IS NOT NULL
-                    ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval, ",
+                    ON CONFLICT DO NOTHING RETURNING last_granted, ",
             keep_commit!(),
             "
             )
-            SELECT true, last_granted, last_granted, details, throttle_interval FROM granted
-            UNION ALL SELECT false, pg_catalog.clock_timestamp(), '-infinity', '', every
-                FROM taking WHERE every IS NULL OR NOT is_ours"
+            SELECT g.last_granted AS granted_at, pg_catalog.clock_timestamp() AS now,
+                    '-infinity'::pg_catalog.timestamptz AS last_granted, ''::pg_catalog.text AS details, t.every
+                FROM taking AS t LEFT JOIN granted AS g ON true
+                WHERE t.every IS NULL OR NOT t.is_ours OR g.last_granted IS NOT NULL"
         )
     };
 }
@@ -112,7 +128,7 @@ const KEYED: [&str; 2] = [
 ];
 
 /// Reads the interval of a resource from the database, because it may have changed since the last
-/// grant.
+/// grant. By `ctid`, because PostgreSQL would join a batch of keys with a scan of the whole table.
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.throttle WHERE ctid = ANY (ARRAY(
             SELECT t.ctid FROM resource_control.throttle AS t
@@ -125,18 +141,41 @@ const PRUNE: &str = "WITH done AS (
             RETURNING 1
     ) SELECT pg_catalog.count(*) FROM done";
 
-pub(super) fn resource(name: &str, details: &str) -> Attempt {
-    Statement::new(RESOURCE, [name.into(), details.into()])
+/// The question whether a throttle is granted.
+pub(super) struct Attempt {
+    again: Statement<RowSql>,
+    /// The text that answers the question for a key without a row. A resource without a key has
+    /// none.
+    first: Option<&'static str>,
 }
 
-pub(super) fn named(name: &str, key: &str, every: PgInterval, details: &str) -> [Attempt; 2] {
-    let binds = || [name.into(), details.into(), key.into(), every.into()];
-    NAMED.map(|sql| Statement::new(sql, binds()))
+impl Attempt {
+    /// `every` is `None` for a resource.
+    pub(super) fn new(name: &str, key: &str, every: Option<PgInterval>, details: &str) -> Self {
+        let binds = [Bind::from(name), details.into()].into_iter();
+        if every.is_none() && key.is_empty() {
+            return Self {
+                again: Statement::new(RESOURCE, binds),
+                first: None,
+            };
+        }
+        let [again, first] = if every.is_some() { NAMED } else { KEYED };
+        let binds = binds.chain([key.into()]).chain(every.map(Bind::from));
+        Self {
+            again: Statement::new(again, binds),
+            first: Some(first),
+        }
+    }
 }
 
-pub(super) fn keyed_resource(name: &str, key: &str, details: &str) -> [Attempt; 2] {
-    let binds = || [name.into(), details.into(), key.into()];
-    KEYED.map(|sql| Statement::new(sql, binds()))
+impl Question<RowSql, Row> for Attempt {
+    fn statement(&self) -> &Statement<RowSql> {
+        &self.again
+    }
+
+    fn otherwise(&self) -> Option<Statement<RowSql>> {
+        self.first.map(|first| self.again.in_text(first))
+    }
 }
 
 /// Deletes the keys that have been due for as long as their interval, and skips those in use.
@@ -161,7 +200,7 @@ pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
 /// A missing label is added first, in a transaction of its own, because PostgreSQL lets a new label
 /// be used only after a commit. `ADD VALUE` is left out for a label that exists: PostgreSQL refuses
 /// the statement to a role that does not own the type, even if it would do nothing.
-pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Statement<BigInt>> {
+pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Insert {
     const INSERT: &str = "WITH done AS (
             INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval)
                 VALUES ($1::resource_control.throttled_resource_enum, $2)
@@ -169,13 +208,32 @@ pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Stat
         ) SELECT pg_catalog.count(*) FROM done";
     let insert = Statement::new(INSERT, [label.into(), every.into()]);
     if is_label {
-        return vec![insert];
+        return Insert { add: None, insert };
     }
     let label = label.replace('\\', r"\\").replace('\'', "''");
     let add = format!(
         "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS E'{label}'"
     );
-    vec![Statement::new(add, []), insert]
+    Insert {
+        add: Some(Statement::new(add, [])),
+        insert,
+    }
+}
+
+/// The question how many rows were new. A new label is added first, which returns no row.
+pub(super) struct Insert {
+    add: Option<Statement<BigInt>>,
+    insert: Statement<BigInt>,
+}
+
+impl Question<BigInt, i64> for Insert {
+    fn statement(&self) -> &Statement<BigInt> {
+        self.add.as_ref().unwrap_or(&self.insert)
+    }
+
+    fn otherwise(&self) -> Option<Statement<BigInt>> {
+        self.add.is_some().then(|| self.insert.clone())
+    }
 }
 
 /// Changes the interval of a resource, and returns how many rows were changed.

@@ -81,18 +81,18 @@ async fn synchronize<P: Pool>(
     for (label, declared) in declared? {
         let every = PgInterval::from_microseconds(declared);
         let ((is_label, in_database), _): ((bool, Option<i64>), _) =
-            ask(pool, None, [sql::find(label)]).await?;
+            ask(pool, None, &sql::find(label)).await?;
         match in_database {
             None => {
                 let (inserted, _): (i64, _) =
-                    ask(pool, None, sql::insert(label, every, is_label)).await?;
+                    ask(pool, None, &sql::insert(label, every, is_label)).await?;
                 if inserted > 0 {
                     synced.added.push(label);
                 }
             }
             Some(in_database) if in_database != declared => {
                 if changes {
-                    let (_, _): (i64, _) = ask(pool, None, [sql::change(label, every)]).await?;
+                    let (_, _): (i64, _) = ask(pool, None, &sql::change(label, every)).await?;
                 }
                 synced.different.push(Difference {
                     label,

@@ -133,7 +133,14 @@ fn assert_looks(database: &Database, before: &str, under: &str) {
     let mut guard = wait(LOCK.acquire(&pool)).unwrap();
     wait(execute(guard.conn(), &under)).unwrap();
     wait(guard.release()).unwrap();
-    on_one(&pool, |conn| wait(execute(conn, &under)).unwrap());
+    on_one(&pool, |conn| {
+        wait(execute(conn, &under)).unwrap();
+        // As poolers and applications do between two uses of a session.
+        wait(execute(conn, "RESET ALL")).unwrap();
+        wait(execute(conn, &before)).unwrap();
+    });
+    let mut guard = wait(LOCK.try_acquire(&pool)).unwrap().acquired().unwrap();
+    wait(execute(guard.conn(), &under)).unwrap();
 }
 
 #[test]

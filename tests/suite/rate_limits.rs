@@ -723,6 +723,8 @@ fn a_check_is_one_round_trip_and_a_first_one_three() {
     for key in 0..3 {
         let prepared = SLOW.key(format!("prepared {key}"));
         assert!(is_allowed(&prepared, &pool) && is_allowed(&prepared, &pool));
+        let waited = wait(prepared.acquire_timeout(&pool, Duration::from_secs(30)));
+        assert!(waited.unwrap().is_allowed());
         let _ = wait(prepared.peek(&pool)).unwrap();
     }
     // That of the pool itself, and one.

@@ -203,15 +203,20 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
 /// role of this program, which may be a superuser. Not for longer than a transaction, because a
 /// pooler gives the session to others.
 const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0; \
-    SET LOCAL quote_all_identifiers = off";
+    SET LOCAL quote_all_identifiers = off; SET LOCAL standard_conforming_strings = on";
 
 /// What only reads cannot be made to write: a function of others could otherwise grant them a role.
 const READ_ONLY: &str = "SET LOCAL transaction_read_only = on";
 
 #[derive(QueryableByName)]
-struct Json {
+pub(crate) struct Json {
     #[diesel(sql_type = Text)]
     rows: String,
+}
+
+pub(crate) fn parsed(json: &Json) -> QueryResult<Value> {
+    serde_json::from_str(&json.rows)
+        .map_err(|error| diesel::result::Error::DeserializationError(error.into()))
 }
 
 /// The rows of a query, each an object whose members are in the order of the columns.
@@ -257,8 +262,10 @@ fn rows_of(
             None => query.get_result(conn),
         }
     })?;
-    serde_json::from_str(&json.rows)
-        .map_err(|error| diesel::result::Error::DeserializationError(error.into()))
+    match parsed(&json)? {
+        Value::Array(rows) => Ok(rows),
+        _ => Ok(Vec::new()),
+    }
 }
 
 /// Runs statements whose rows are of no interest.

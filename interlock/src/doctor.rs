@@ -5,10 +5,11 @@
 //! form, so these are compared without spaces, parentheses and casts.
 
 pub(crate) mod objects;
+mod origin;
 mod questions;
 
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -17,7 +18,8 @@ use diesel::pg::PgConnection;
 use diesel_interlock::{Error, check_exclusion, migrations};
 use serde_json::{Value, json};
 
-use self::questions::{GRANTS, HOLDERS, SERVER, TABLES, VIEWS};
+use self::origin::Origin;
+use self::questions::{AS_INSTALLED, GRANTS, HOLDERS, SERVER, TABLES, VIEWS};
 use crate::database::{self, SILENCE, Schema, Sessions};
 use crate::{Failure, duration, ps, refusal};
 
@@ -97,6 +99,7 @@ impl Doctor {
             );
         }
         let mut conn = sessions.get(SILENCE)?;
+        report.note_settings(&mut conn)?;
         for query in SERVER {
             report.of(&mut conn, &self.with_ages(query))?;
         }
@@ -171,6 +174,9 @@ impl Doctor {
         }
         let is_reader = matches!(schema, Schema::Readable);
         let before = report.lines().len();
+        report.of(&mut conn, AS_INSTALLED)?;
+        let is_as_installed = report.lines().len() == before;
+        let before = report.lines().len();
         if is_reader {
             report.ok(
                 "this role may read the views of the schema resource_control, and write nothing",
@@ -200,7 +206,7 @@ impl Doctor {
         match checked {
             Ok(()) => {
                 let differences = objects::differences(conn)?;
-                if differences.is_empty() && are_granted {
+                if differences.is_empty() && are_granted && is_as_installed {
                     report
                         .ok("the schema resource_control is complete, and is that of this release");
                 }
@@ -214,6 +220,8 @@ impl Doctor {
             // These were said.
             Err(Error::Encoding(_)) => {}
             Err(_) if !are_granted => {}
+            // What was said may hide rows.
+            Err(Error::NotInstalled) if !is_as_installed => {}
             Err(Error::NotInstalled) => {
                 let found = "the schema resource_control is there, but not installed completely: \
                     migrations of this release are pending";
@@ -282,11 +290,21 @@ struct Line {
 
 /// Shared, because it is said also if the thread that writes it gets no reply.
 #[derive(Debug, Clone, Default)]
-struct Report(Arc<Mutex<Vec<Line>>>);
+struct Report {
+    lines: Arc<Mutex<Vec<Line>>>,
+    /// Where the settings of the session come from.
+    origin: Arc<OnceLock<Origin>>,
+}
 
 impl Report {
     fn lines(&self) -> MutexGuard<'_, Vec<Line>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note_settings(&self, conn: &mut PgConnection) -> Result<(), Failure> {
+        let origin = Origin::of(conn)?;
+        let _ = self.origin.set(origin);
+        Ok(())
     }
 
     fn ok(&self, found: &str) {
@@ -338,6 +356,13 @@ impl Report {
                 shell: text("shell"),
                 pid: row["pid"].as_i64(),
             };
+            if let (Some(settings), Some(origin)) = (row["settings"].as_object(), self.origin.get())
+            {
+                match origin.remedy(settings) {
+                    Ok(sql) => line.sql = sql,
+                    Err(why) => line.why = format!("{}; {why}", line.why),
+                }
+            }
             if line.level == "ok" {
                 line.why.clear();
                 line.sql.clear();

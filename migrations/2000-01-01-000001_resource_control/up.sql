@@ -765,7 +765,7 @@ CREATE OR REPLACE VIEW resource_control.rate_limit_state AS
 -- A leader holds the only slot of a service that is named with the word leader and the election's name, in which spaces and
 -- backslashes are escaped. The view removes the prefix and the escapes.
 CREATE OR REPLACE VIEW resource_control.leader AS
-    SELECT regexp_replace(s.service, '^leader |\\(.)', '\1', 'g') AS name, s.details AS holder, s.created_at AS since,
+    SELECT regexp_replace(s.service, E'^leader |\\\\(.)', E'\\1', 'g') AS name, s.details AS holder, s.created_at AS since,
             s.expires_at AS until, s.id AS fencing_token
         FROM resource_control.slot_in_flight AS s
         WHERE starts_with(s.service, 'leader ') AND s.slot = 0;
@@ -815,8 +815,8 @@ BEGIN
     END;
     -- Logical replication copies rows and no sequences, and a sequence has not yet reached the range of a base that is new.
     SELECT max(d.token) INTO largest FROM (
-        SELECT s.last_value FROM resource_control.fencing_token AS s WHERE s.is_called
-        UNION ALL SELECT s.last_value FROM resource_control.service_request_id_seq AS s WHERE s.is_called
+        SELECT s.last_value FROM resource_control.fencing_token AS s WHERE s.is_called AND s.last_value < no_token
+        UNION ALL SELECT s.last_value FROM resource_control.service_request_id_seq AS s WHERE s.is_called AND s.last_value < no_token
         UNION ALL SELECT max(r.id) FROM resource_control.service_request AS r WHERE r.id < no_token
         UNION ALL SELECT max(s.token) FROM resource_control.schedule AS s WHERE s.token < no_token
         UNION ALL SELECT max(f.token) FROM resource_control.fence AS f WHERE f.token < no_token

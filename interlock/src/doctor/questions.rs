@@ -1,9 +1,11 @@
 //! What the database is asked. Each question returns rows: `level` (`ok`, `warn` or `fail`),
 //! `found`, and for those that are not
 //! `ok` what to do: `why` in words, `sql` as statements that can be pasted into psql, `shell` as a
-//! command. No row is nothing to say. Rows of the same `pid` are about one session, of which the
-//! first is said. `:transaction_age` and
+//! command, `settings` as settings with the values that they should have. No row is nothing to say.
+//! Rows of the same `pid` are about one session, of which the first is said. `:transaction_age` and
 //! `:holder_age` stand for intervals, `:locks` for the query of all locks.
+//!
+//! The table in `docs/doctor.md` has a row for each question.
 
 pub(crate) const SERVER: &[&str] = &[
     "SELECT CASE WHEN current_setting('server_version_num')::int >= 140000 THEN 'ok' ELSE 'fail'
@@ -45,11 +47,8 @@ pub(crate) const SERVER: &[&str] = &[
             ELSE format('a host that vanishes keeps its locks for about %s s', seconds) END AS
                 found,
         'let the server check sooner whether a client is still there, on new connections' AS why,
-        (SELECT string_agg(format('ALTER ROLE %I IN DATABASE %I SET %s = %s;', current_user,
-            current_database(), v.name, v.setting), ' ')
-            FROM (VALUES ('tcp_keepalives_idle', 30), ('tcp_keepalives_interval', 10),
-                ('tcp_keepalives_count', 3)) AS v (name, setting))
-            AS sql
+        json_build_object('tcp_keepalives_idle', '30', 'tcp_keepalives_interval', '10',
+            'tcp_keepalives_count', '3') AS settings
         FROM (SELECT current_setting('tcp_keepalives_idle')::interval,
             current_setting('tcp_keepalives_interval')::interval,
                     current_setting('tcp_keepalives_count')::int) AS s (idle, pause, count),
@@ -65,9 +64,7 @@ pub(crate) const SERVER: &[&str] = &[
             ELSE 'default_transaction_read_only = off' END AS found,
         'if this is an old primary, stop it, because locks that are held there exclude nobody on '
             'the new one; otherwise' AS why,
-        format('BEGIN READ WRITE; ALTER ROLE %I IN DATABASE %I SET default_transaction_read_only '
-            '= off; COMMIT;',
-            current_user, current_database()) AS sql",
+        json_build_object('default_transaction_read_only', 'off') AS settings",
     "SELECT CASE WHEN reset_val = '0' THEN 'ok' ELSE 'warn' END AS level, format('%s = %s',
         name, reset_val || unit) AS found,
         format('it ends %s', CASE WHEN name LIKE 'idle%' THEN
@@ -75,48 +72,71 @@ pub(crate) const SERVER: &[&str] = &[
             WHEN name LIKE 'tr%' THEN 'a session whose transaction takes longer, and so frees '
                 'its locks'
             ELSE 'waits and statements although nothing is wrong with them' END) AS why,
-        format('ALTER ROLE %I IN DATABASE %I SET %s = 0;', current_user, current_database(),
-            name) AS sql
+        json_build_object(name, '0') AS settings
         FROM pg_settings WHERE name = 'idle_session_timeout' OR name = 'transaction_timeout' AND
             reset_val <> '0'
             OR name IN ('statement_timeout', 'lock_timeout') AND reset_val::bigint BETWEEN 1 AND
                 999",
-    // Defaults of PostgreSQL, and no mistake: a lock sets the first for its own session.
-    "SELECT 'ok' AS level, format('%s = %s%s', name, setting || unit,
+    // Defaults of PostgreSQL, and no mistake: a lock sets the first for its own session where it is
+    // 0.
+    "SELECT CASE WHEN is_slow THEN 'warn' ELSE 'ok' END AS level,
+        format('%s = %s%s', name, setting || unit,
             CASE WHEN name LIKE 'client%' AND setting = '0'
                 THEN ', and a lock sets it to a second for its session' END) AS found,
-        NULL::text AS why, NULL::text AS sql
-        FROM pg_settings WHERE name IN ('client_connection_check_interval',
-            'idle_in_transaction_session_timeout')",
+        'the locks of a process that dies in the middle of a statement stay held for that long'
+            AS why,
+        json_build_object(name, '1s') AS settings
+        FROM (SELECT name, setting, unit,
+                name LIKE 'client%' AND setting::bigint >= 60000 AS is_slow
+            FROM pg_settings WHERE name IN ('client_connection_check_interval',
+                'idle_in_transaction_session_timeout')) AS s",
+    "SELECT 'warn' AS level, format('deadlock_timeout = %sms', setting) AS found,
+        'a waiter asks the server in slices of 200 ms: each of these then searches for deadlocks, '
+            'and CREATE INDEX CONCURRENTLY may be cancelled' AS why,
+        json_build_object(name, '1s') AS settings
+        FROM pg_settings WHERE name = 'deadlock_timeout' AND setting::bigint <= 200",
     "SELECT 'warn' AS level, format('synchronous_commit = %s for this role and database',
         setting) AS found,
         'a crash of the server may forget the last commits' AS why,
-        format('ALTER ROLE %I IN DATABASE %I SET synchronous_commit = on;', current_user,
-            current_database()) AS sql
+        json_build_object(name, 'on') AS settings
         FROM pg_settings WHERE name = 'synchronous_commit' AND setting IN ('off', 'local')",
-    // Each role sees how many there are, and the state is null for one that may not see more.
-    "SELECT 'fail' AS level, format('synchronous_standby_names = %L, and no such standby is '
-            'connected: every commit waits for one', setting) AS found,
-        'start a standby that is named there, or do without' AS why,
-        'ALTER SYSTEM RESET synchronous_standby_names; SELECT pg_reload_conf();' AS sql
-        FROM (SELECT current_setting('synchronous_standby_names') AS setting) AS s
-        WHERE setting <> '' AND NOT pg_is_in_recovery() AND NOT EXISTS (
-            SELECT FROM pg_stat_replication WHERE sync_state IS NULL OR state = 'streaming' AND
-                sync_state IN ('sync', 'quorum'))",
-    "SELECT CASE WHEN is_synchronous THEN 'ok' ELSE 'warn' END AS level,
-        CASE WHEN is_synchronous THEN format('%s standbys, of which one at least is '
-            'synchronous', standbys)
-            ELSE format('%s standbys, and none is synchronous: a failover loses the last '
-                'commits, and with them permits and ticks',
-                standbys) END AS found,
-        'accept the losses that the page on failover names, or let commits wait for a standby; '
-            'if there is only one, its loss then stops all writes' AS why,
-        'ALTER SYSTEM SET synchronous_standby_names = ''ANY 1 (*)''; SELECT pg_reload_conf();'
-            AS sql
-        FROM (SELECT count(*) AS standbys, bool_or(sync_state IN ('sync', 'quorum')) AS
-            is_synchronous
-            FROM pg_stat_replication WHERE state = 'streaming' AND sync_state IS NOT NULL) AS r
-                WHERE standbys > 0",
+    "SELECT 'fail' AS level, format('search_path = %s: what others create there is used instead of '
+            'what PostgreSQL has', reset_val) AS found,
+        'leave pg_catalog out, so that it comes first' AS why,
+        json_build_object('search_path', array_to_string(array_remove(path, 'pg_catalog'), ', '))
+            AS settings
+        FROM (SELECT reset_val, ARRAY (SELECT btrim(p.name) FROM
+                unnest(string_to_array(reset_val, ',')) AS p (name)) AS path
+            FROM pg_settings WHERE name = 'search_path') AS s
+        WHERE array_position(path, 'pg_catalog') > 1",
+    // Each role sees how many senders of WAL there are, and the state is null for one that may not
+    // see more. Those of logical replication are no standbys.
+    "SELECT CASE WHEN present < needed THEN 'fail' WHEN needed = 0 THEN 'warn' ELSE 'ok' END
+            AS level,
+        CASE WHEN present < needed THEN format('synchronous_standby_names = %L needs %s, and %s '
+                'such are connected: every commit waits', setting, needed, present)
+            WHEN needed = 0 THEN format('%s standbys, and none is synchronous: a failover loses '
+                'the last commits, and with them permits and ticks', connected)
+            ELSE format('%s standbys, and a commit waits for %s of them', connected, needed)
+            END AS found,
+        CASE WHEN present < needed THEN 'start the standbys that are named there, or do without'
+            ELSE 'accept the losses that the page on failover names, or let commits wait for a '
+                'standby; if there is only one, its loss then stops all writes' END AS why,
+        CASE WHEN present < needed
+            THEN 'ALTER SYSTEM SET synchronous_standby_names = ''''; SELECT pg_reload_conf();'
+            ELSE 'ALTER SYSTEM SET synchronous_standby_names = ''ANY 1 (*)''; '
+                'SELECT pg_reload_conf();' END AS sql
+        FROM (SELECT setting, CASE WHEN setting = '' THEN 0 ELSE COALESCE((regexp_match(setting,
+                    '^[[:space:]]*(?:first|any)?[[:space:]]*([0-9]+)[[:space:]]*[(]', 'i'))[1]::int,
+                    1) END AS needed
+                FROM (SELECT current_setting('synchronous_standby_names') AS setting) AS c) AS s,
+            (SELECT count(*)::int AS connected, count(*) FILTER (WHERE r.state IS NULL OR
+                    r.sync_state IN ('sync', 'quorum'))::int AS present
+                FROM pg_stat_replication AS r
+                WHERE (r.state IS NULL OR r.state = 'streaming') AND NOT EXISTS (
+                    SELECT FROM pg_replication_slots AS l
+                        WHERE l.active_pid = r.pid AND l.slot_type = 'logical')) AS r
+        WHERE NOT pg_is_in_recovery() AND (needed > 0 OR connected > 0)",
     "SELECT CASE WHEN used < room * 0.8 THEN 'ok' ELSE 'warn' END AS level,
         format('%s of %s connections are used', used, room) AS found,
         'use smaller pools or a pooler, or allow more, which needs a restart' AS why,
@@ -307,30 +327,134 @@ pub(crate) const TABLES: &[&str] = &[
         format('UPDATE resource_control.schedule SET tick = clock_timestamp() WHERE name = %L;',
             name) AS sql
         FROM resource_control.schedule WHERE tick > clock_timestamp() + interval '10 seconds'",
-    "SELECT 'fail' AS level, 'the ids of requests, which are fencing tokens, would repeat: their '
-        'sequence was not copied' AS found,
-        'set it, as the owner' AS why, format('SELECT setval(%L, %s);', sequence, largest) AS sql
-        FROM (SELECT pg_get_serial_sequence('resource_control.service_request', 'id') AS sequence,
-            (SELECT max(id) FROM resource_control.service_request) AS largest) AS s
-        WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT')
-            THEN largest > COALESCE(pg_sequence_last_value(sequence::regclass), 0) END",
-    // A schedule has its last token from this sequence, and a fence what has passed it, from either.
-    "SELECT 'fail' AS level, CASE WHEN is_refused THEN 'a fence refuses all new tokens'
-            ELSE 'the fencing tokens of schedules would repeat' END ||
-            ', because their sequence was not copied' AS found,
-        'set it, as the owner' AS why, format('SELECT setval(%L, %s);', sequence,
-            GREATEST(of_schedules, CASE WHEN is_refused THEN of_fences END)) AS sql
-        FROM (SELECT 'resource_control.fencing_token' AS sequence,
-                pg_get_serial_sequence('resource_control.service_request', 'id') AS ids,
-                (SELECT max(token) FROM resource_control.fence) AS of_fences,
-                (SELECT max(token) FROM resource_control.schedule) AS of_schedules) AS t,
-            LATERAL (SELECT CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT')
-                    THEN COALESCE(pg_sequence_last_value(sequence::regclass), 0) END AS drawn,
-                CASE WHEN has_sequence_privilege(ids, 'USAGE, SELECT')
-                    THEN COALESCE(pg_sequence_last_value(ids::regclass), 0) END AS drawn_ids) AS d,
-            LATERAL (SELECT of_fences > drawn AND of_fences > drawn_ids AS is_refused) AS r
-        WHERE is_refused OR of_schedules > drawn",
+    "SELECT 'warn' AS level, format('%s throttles were granted in the future, such as %s at %s: '
+            'each denies until then', all_of_them, names[1], latest) AS found,
+        'if the clock was wrong' AS why,
+        'UPDATE resource_control.throttle SET last_granted = clock_timestamp() WHERE last_granted '
+            '> clock_timestamp();' AS sql
+        FROM (SELECT count(*) AS all_of_them, array_agg(name ORDER BY last_granted DESC) AS names,
+                max(last_granted) AS latest
+            FROM resource_control.throttle
+            WHERE last_granted > clock_timestamp() + interval '10 seconds') AS t
+        WHERE all_of_them > 0",
+    "SELECT 'warn' AS level, format('the resource %s was granted in the future, at %s, and is '
+            'denied until then', resource_id::text, last_locked) AS found,
+        'if the clock was wrong' AS why,
+        format('UPDATE resource_control.throttled_resource SET last_locked = clock_timestamp() '
+            'WHERE resource_id = %L;', resource_id::text) AS sql
+        FROM resource_control.throttled_resource
+        WHERE last_locked > clock_timestamp() + interval '10 seconds'",
+    "SELECT 'warn' AS level, format('%s keys of rate limits were spent in the future, such as one '
+            'of %s at %s: each is limited until then', all_of_them, names[1], latest) AS found,
+        'if the clock was wrong, let them be full again' AS why,
+        'DELETE FROM resource_control.rate_limit WHERE spent_at > clock_timestamp();' AS sql
+        FROM (SELECT count(*) AS all_of_them, array_agg(name ORDER BY spent_at DESC) AS names,
+                max(spent_at) AS latest
+            FROM resource_control.rate_limit
+            WHERE spent_at > clock_timestamp() + interval '10 seconds') AS t
+        WHERE all_of_them > 0",
+    // No sequence gets there by drawing: it was set.
+    "SELECT 'fail' AS level, format('the sequence resource_control.%I is near its end, and then '
+            'no token can be drawn', relname) AS found,
+        'let tokens continue above all that rows show' AS why,
+        'interlock install --restored' AS shell
+        FROM pg_class WHERE relnamespace = 'resource_control'::regnamespace::oid AND
+            CASE WHEN relkind = 'S' AND has_sequence_privilege(oid, 'USAGE, SELECT')
+                THEN pg_sequence_last_value(oid::regclass) >= 1::bigint << 62 END",
+    // A schedule has its last token from its sequence, and a fence what has passed it, from either.
+    // What lies beyond the range of the present timeline was drawn from none.
+    "WITH sequence AS (
+            SELECT name, CASE WHEN has_sequence_privilege(name, 'USAGE, SELECT')
+                    THEN COALESCE(pg_sequence_last_value(name::regclass), 0) END AS drawn
+                FROM (VALUES ('resource_control.fencing_token'),
+                    (pg_get_serial_sequence('resource_control.service_request', 'id'))) AS v (name)
+        ), range AS (
+            SELECT GREATEST(resource_control.token_floor() >> 40,
+                    (SELECT max(b.base) FROM resource_control.token_base AS b),
+                    (SELECT max(s.drawn >> 40) FROM sequence AS s
+                        WHERE s.drawn < 1::bigint << 62)) + 1 << 40 AS past
+        ), found AS (
+            SELECT s.name, s.drawn, 'the ids of requests, which are fencing tokens, would repeat'
+                    AS what, (SELECT max(r.id) FROM resource_control.service_request AS r
+                        WHERE r.id < range.past) AS largest
+                FROM sequence AS s, range WHERE s.name <> 'resource_control.fencing_token'
+            UNION ALL SELECT s.name, s.drawn, 'the fencing tokens of schedules would repeat',
+                    (SELECT max(t.token) FROM resource_control.schedule AS t
+                        WHERE t.token < range.past)
+                FROM sequence AS s, range WHERE s.name = 'resource_control.fencing_token'
+            UNION ALL SELECT s.name, (SELECT max(o.drawn) FROM sequence AS o),
+                    'a fence refuses all new tokens',
+                    (SELECT max(f.token) FROM resource_control.fence AS f
+                        WHERE f.token < range.past)
+                FROM sequence AS s, range WHERE s.name = 'resource_control.fencing_token'
+        )
+        SELECT 'fail' AS level, f.what || ', because their sequence was not copied' AS found,
+            'set it, as the owner' AS why,
+            format('SELECT setval(%L, %s);', f.name, (SELECT max(o.largest) FROM found AS o
+                WHERE o.name = f.name)) AS sql
+            FROM found AS f WHERE f.largest > f.drawn
+        UNION ALL SELECT 'fail', format('the fence %s was passed with %s, a token that nobody has '
+                'drawn, and refuses all others', f.name, f.token),
+            'set it back, as the owner, when no former holder is at work',
+            format('UPDATE resource_control.fence SET token = %s WHERE name = %L;',
+                GREATEST(resource_control.token_floor(), (SELECT min(s.drawn) FROM sequence AS s
+                    WHERE s.drawn < 1::bigint << 62), 0), f.name)
+            FROM resource_control.fence AS f, range WHERE f.token >= range.past",
 ];
+
+/// What is otherwise than the migration has made it. Only catalogs are asked, before anything of the
+/// schema is.
+pub(crate) const AS_INSTALLED: &str = "
+    WITH objects AS (
+        SELECT c.oid, c.relname AS name, c.relkind AS kind, c.relpersistence AS persistence,
+                c.relrowsecurity OR c.relforcerowsecurity AS has_security, c.reloptions AS options
+            FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+            WHERE n.nspname = 'resource_control'
+    )
+    SELECT 'fail' AS level, format('resource_control.%I is UNLOGGED: a crash of the server empties '
+            'it, and a standby does not have it', name) AS found, 'as the owner' AS why,
+        format('ALTER %s resource_control.%I SET LOGGED;',
+            CASE kind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, name) AS sql
+        FROM objects WHERE kind IN ('r', 'S') AND persistence <> 'p' AND NOT EXISTS (
+            SELECT FROM pg_depend AS d JOIN objects AS t ON t.oid = d.refobjid
+                WHERE d.objid = objects.oid AND d.deptype = 'i' AND t.persistence <> 'p')
+    UNION ALL SELECT 'fail', format('the sequence resource_control.%I is not as it was installed '
+            '(%s): tokens may go down, repeat or end', name, concat_ws(', ',
+                CASE WHEN seqincrement <> 1 THEN format('INCREMENT %s', seqincrement) END,
+                CASE WHEN seqmin <> 1 THEN format('MINVALUE %s', seqmin) END,
+                CASE WHEN seqmax <> 9223372036854775807 THEN format('MAXVALUE %s', seqmax) END,
+                CASE WHEN seqcache <> 1 THEN format('CACHE %s', seqcache) END,
+                CASE WHEN seqcycle THEN 'CYCLE' END)), 'as the owner',
+        format('ALTER SEQUENCE resource_control.%I%s INCREMENT 1 MINVALUE 1 MAXVALUE '
+            '9223372036854775807 CACHE 1 NO CYCLE;', name,
+            CASE WHEN seqtypid <> 20::oid THEN ' AS bigint' END)
+        FROM objects JOIN pg_sequence ON seqrelid = oid
+        WHERE seqincrement <> 1 OR seqmin <> 1 OR seqmax <> 9223372036854775807 OR seqcache <> 1 OR
+            seqcycle
+    UNION ALL SELECT 'fail', format('row security hides rows of resource_control.%I from roles '
+            'that do not own it', name), 'as the owner',
+        format('ALTER TABLE resource_control.%I DISABLE ROW LEVEL SECURITY, NO FORCE ROW LEVEL '
+            'SECURITY;', name)
+        FROM objects WHERE has_security
+    UNION ALL SELECT 'fail', format('the rule %I on resource_control.%I replaces what is written '
+            'there', r.rulename, name), 'as the owner',
+        format('DROP RULE %I ON resource_control.%I;', r.rulename, name)
+        FROM objects JOIN pg_rewrite AS r ON r.ev_class = objects.oid
+        WHERE NOT (kind = 'v' AND r.rulename = '_RETURN')
+    UNION ALL SELECT 'warn', format('the trigger %I on resource_control.%I may change or refuse '
+            'what is written there', t.tgname, name), 'if it is not meant to, as the owner',
+        format('DROP TRIGGER %I ON resource_control.%I;', t.tgname, name)
+        FROM objects JOIN pg_trigger AS t ON t.tgrelid = objects.oid WHERE NOT t.tgisinternal
+    UNION ALL SELECT 'fail', format('the view resource_control.%I has the options %s, so it may '
+            'not be readable for those that may only read', name, array_to_string(options, ', ')),
+        'as the owner', format('ALTER VIEW resource_control.%I RESET (%s);', name,
+            (SELECT string_agg(split_part(o, '=', 1), ', ') FROM unnest(options) AS u (o)))
+        FROM objects WHERE kind = 'v' AND options IS NOT NULL
+    UNION ALL SELECT 'warn', format('autovacuum is off for resource_control.%I, which gets slow',
+            name), 'as the owner',
+        format('ALTER TABLE resource_control.%I RESET (autovacuum_enabled);', name)
+        FROM objects WHERE kind = 'r' AND EXISTS (SELECT FROM unnest(options) AS u (o)
+            WHERE split_part(o, '=', 1) = 'autovacuum_enabled' AND NOT split_part(o, '=', 2)::bool)";
 
 pub(crate) const GRANTS: &str = "
     SELECT 'fail' AS level, format('the role %s may not use all of the schema resource_control', \

@@ -48,6 +48,7 @@ fn remedied(
         assert!(sql.ends_with(';') || sql.contains("; --"), "{sql}");
         let mut psql = Command::new("psql");
         psql.args(["-qX", "-v", "ON_ERROR_STOP=1", of_superuser]);
+        psql.env("PGOPTIONS", "-c statement_timeout=0 -c lock_timeout=0");
         all += &pasted(psql, sql);
     }
     if let Some(shell) = line["shell"].as_str().filter(|shell| !shell.is_empty()) {
@@ -285,25 +286,276 @@ fn columns_that_were_dropped_are_repaired() {
     ]);
 }
 
+/// What breaks a promise of the schema, and the word by which `doctor` names it.
+#[test]
+fn what_is_not_as_installed_is_named_and_cured() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("CREATE ROLE app LOGIN");
+    grant(&database, "--set=role=app");
+    session.sql(
+        "CREATE FUNCTION ignore() RETURNS trigger LANGUAGE plpgsql
+        AS 'BEGIN RETURN NULL; END'",
+    );
+    for (spoil, level, word) in [
+        ("TABLE once SET UNLOGGED", "fail", "once is UNLOGGED"),
+        (
+            "TABLE service_request SET UNLOGGED",
+            "fail",
+            "service_request is UNLOGGED",
+        ),
+        ("SEQUENCE fencing_token CACHE 100", "fail", "(CACHE 100)"),
+        (
+            "SEQUENCE fencing_token AS integer",
+            "fail",
+            "(MAXVALUE 2147483647)",
+        ),
+        (
+            "SEQUENCE service_request_id_seq INCREMENT 10 MAXVALUE 1000 CYCLE",
+            "fail",
+            "(INCREMENT 10, MAXVALUE 1000, CYCLE)",
+        ),
+        (
+            "TABLE schedule ENABLE ROW LEVEL SECURITY",
+            "fail",
+            "rows of resource_control.schedule",
+        ),
+        (
+            "TABLE installed_migration ENABLE ROW LEVEL SECURITY",
+            "fail",
+            "rows of resource_control.installed_migration",
+        ),
+        (
+            "VIEW leader SET (security_barrier)",
+            "fail",
+            "the view resource_control.leader has",
+        ),
+        (
+            "TABLE service_request SET (autovacuum_enabled = off)",
+            "warn",
+            "autovacuum is off for",
+        ),
+        (
+            "CREATE RULE nothing AS ON INSERT TO resource_control.once DO INSTEAD NOTHING",
+            "fail",
+            "the rule nothing on resource_control.once",
+        ),
+        (
+            "CREATE TRIGGER ignore BEFORE UPDATE ON resource_control.fence FOR EACH ROW EXECUTE
+                FUNCTION ignore()",
+            "warn",
+            "the trigger ignore on resource_control.fence",
+        ),
+    ] {
+        session.sql(&match spoil.split_once(' ') {
+            Some((kind @ ("TABLE" | "VIEW" | "SEQUENCE"), rest)) => {
+                format!("ALTER {kind} resource_control.{rest}")
+            }
+            _ => spoil.to_owned(),
+        });
+        // As the role of the application, whose rows a policy may hide.
+        let of_app = &database.url_with("user", "app");
+        let (status, lines) = found(of_app, "--strict");
+        assert_eq!(status, Some(1), "{spoil}: {lines:#?}");
+        let bad = lines.iter().filter(|line| line["level"] != "ok").count();
+        assert_eq!(bad, 1, "{spoil}: {lines:#?}");
+        remedied(of_app, url, "", level, word);
+        let (status, lines) = found(of_app, "--strict");
+        assert_eq!(status, Some(0), "{spoil}: {lines:#?}");
+    }
+}
+
+#[test]
+fn times_of_a_clock_that_was_ahead_are_named_and_set_back() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'it''s'");
+    for (spoil, word) in [
+        (
+            "throttle (name, key, throttle_interval, last_granted)
+                VALUES ('news', '', '15 s', now() + interval '1 day')",
+            "1 throttles were granted in the future, such as news",
+        ),
+        (
+            "throttled_resource VALUES ('it''s', '15 s', now() + interval '1 day', 'web-3')",
+            "the resource it's was granted in the future",
+        ),
+        (
+            "rate_limit VALUES ('api', 'a', now() + interval '1 day', now() + interval '1 day',
+                now() + interval '2 days', 1000000, 10)",
+            "1 keys of rate limits were spent in the future, such as one of api",
+        ),
+        (
+            "schedule (name, tick) VALUES ('hourly', now() + interval '1 day')",
+            "the schedule hourly has a tick of the future",
+        ),
+        (
+            "service_request (service, slot, created_at, expires_at)
+                VALUES ('x', 0, now() + interval '1 day', now() + interval '2 days')",
+            "of x was made in the future",
+        ),
+    ] {
+        session.sql(&format!("INSERT INTO resource_control.{spoil}"));
+        remedied(url, url, "", "warn", word);
+        let (status, lines) = found(url, "--strict");
+        assert_eq!(status, Some(0), "{spoil}: {lines:#?}");
+    }
+    let denied = "SELECT count(*) FROM resource_control.throttle_state WHERE due_at > now() +
+        interval '1 hour'";
+    assert_eq!(session.number(denied), 0);
+}
+
+#[test]
+fn a_token_that_nobody_has_drawn_costs_no_other_token() {
+    const DRAW: &str = "resource_control.next_token('resource_control.fencing_token')";
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    let before = session.number(DRAW);
+    let passes = |token: &str| format!("resource_control.pass_fence('f', {token})::int");
+    assert_eq!(session.number(&passes("9223372036854775807")), 1);
+    remedied(
+        url,
+        url,
+        "",
+        "fail",
+        "the fence f was passed with 9223372036854775807",
+    );
+    let next = session.number(DRAW);
+    assert!(next > before && next < before + 100, "{next}");
+    assert_eq!(session.number(&passes(&next.to_string())), 1);
+    assert_eq!(session.number(&passes(&before.to_string())), 0);
+    // The sequences, too, as by a remedy that was wrong.
+    for sequence in ["fencing_token", "service_request_id_seq"] {
+        session.sql(&format!(
+            "SELECT setval('resource_control.{sequence}', 9223372036854775807)"
+        ));
+        remedied(
+            url,
+            url,
+            "",
+            "fail",
+            &format!("resource_control.{sequence} is near its end"),
+        );
+        let (status, lines) = found(url, "--strict");
+        assert_eq!(status, Some(0), "{sequence}: {lines:#?}");
+        assert!(session.number(DRAW) > next);
+    }
+    session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
+}
+
 #[test]
 fn settings_are_set_back_by_what_is_pasted() {
     let cluster = healthy();
     let database = cluster.database();
     let (url, name) = (&database.url(), database.name());
     let mut session = Session::of(&database);
-    for (setting, level) in [
-        ("idle_session_timeout = '1h'", "warn"),
-        ("statement_timeout = '900ms'", "warn"),
-        ("lock_timeout = '50ms'", "warn"),
-        ("synchronous_commit = off", "warn"),
-        ("default_transaction_read_only = on", "fail"),
+    // Under a timeout of less than a second, a look may be cut short, and is then repeated.
+    for (setting, level, word) in [
+        (
+            "idle_session_timeout = '1h'",
+            "warn",
+            "idle_session_timeout = ",
+        ),
+        (
+            "statement_timeout = '900ms'",
+            "warn",
+            "statement_timeout = ",
+        ),
+        ("lock_timeout = '900ms'", "warn", "lock_timeout = "),
+        ("synchronous_commit = off", "warn", "synchronous_commit = "),
+        (
+            "deadlock_timeout = '100ms'",
+            "warn",
+            "deadlock_timeout = 100ms",
+        ),
+        (
+            "client_connection_check_interval = '5min'",
+            "warn",
+            "client_connection_check_interval = 300000ms",
+        ),
+        (
+            "search_path = public, pg_catalog",
+            "fail",
+            "search_path = public, pg_catalog",
+        ),
+        (
+            "default_transaction_read_only = on",
+            "fail",
+            "default_transaction_read_only = ",
+        ),
     ] {
         session.sql(&format!(
             "BEGIN READ WRITE; ALTER DATABASE {name} SET {setting}; COMMIT"
         ));
-        let name = setting.split(' ').next().unwrap();
-        remedied(url, url, "", level, &format!("{name} = "));
+        eventually("doctor has finished", || {
+            let lines = printed(&mut interlock(url, "doctor --json")).1;
+            lines.contains(word) && lines.starts_with('[')
+        });
+        remedied(url, url, "", level, word);
     }
+}
+
+/// No role is to be altered for what the connection sets.
+#[test]
+fn a_setting_of_the_connection_itself_is_taken_out_there() {
+    let cluster = healthy();
+    let database = cluster.database();
+    for (option, level, word) in [
+        ("idle_session_timeout=1h", "warn", "idle_session_timeout = "),
+        ("synchronous_commit=off", "warn", "synchronous_commit = off"),
+        (
+            "search_path=public,pg_catalog",
+            "fail",
+            "search_path = public",
+        ),
+    ] {
+        let url = &database.url_with("options", &format!("-c {option}"));
+        let found = line(url, "", level, word);
+        assert_eq!(found["sql"], "", "{found}");
+        let why = found["why"].as_str().unwrap();
+        assert!(why.contains("options of DATABASE_URL"), "{why}");
+    }
+}
+
+#[test]
+fn standbys_are_judged_as_each_role_sees_them() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let mut session = Session::of(&database);
+    session.sql("CREATE ROLE app LOGIN");
+    let _standby = cluster.standby();
+    let urls = [database.url(), database.url_with("user", "app")];
+    let mut judged = |names: &str, level: &str, word: &str| {
+        session.sql(&format!(
+            "ALTER SYSTEM SET synchronous_standby_names = '{names}'"
+        ));
+        session.sql("SELECT pg_reload_conf()");
+        for url in &urls {
+            eventually(word, || {
+                let (_, lines) = found(url, "");
+                let is_it = |line: &Value| {
+                    line["level"] == level && line["found"].as_str().unwrap().contains(word)
+                };
+                lines.iter().any(is_it)
+            });
+        }
+    };
+    judged("", "warn", "1 standbys, and none is synchronous");
+    judged("ANY 1 (*)", "ok", "1 standbys, and a commit waits for 1");
+    judged("FIRST 2 (*)", "fail", "needs 2, and 1 such are connected");
+    judged("any 2 (*)", "fail", "needs 2, and 1 such are connected");
+    judged("*", "ok", "1 standbys, and a commit waits for 1");
+    // Without the standby, the end of the test would wait for it.
+    judged("", "warn", "1 standbys, and none is synchronous");
 }
 
 #[test]
@@ -491,7 +743,7 @@ fn a_standby_that_every_commit_waits_for_is_missed() {
     session.sql("SELECT pg_reload_conf()");
     let setting = "SELECT current_setting('synchronous_standby_names')";
     eventually("it is set", || !session.text(setting).is_empty());
-    let word = "no such standby is connected";
+    let word = "needs 1, and 0 such are connected";
     let remedy = line(url, "", "fail", word)["sql"].clone();
     for statement in remedy.as_str().unwrap().split_inclusive(';') {
         session.sql(statement);

@@ -50,8 +50,10 @@ fn nothing_of_others_is_called_without_the_schema() {
     holder.take("held");
     done(&database, "ps", 0);
     done(&database, "ps --json --name held", 0);
-    let doctor = done(&database, "doctor --holder-age 0s --transaction-age 0s", 0);
+    let doctor = done(&database, "doctor --holder-age 0s --transaction-age 0s", 1);
     assert!(doctor.contains("holds the lock"), "{doctor}");
+    assert_eq!(doctor.matches("fail  ").count(), 1, "{doctor}");
+    assert!(doctor.contains("fail  search_path = "), "{doctor}");
     assert!(done(&database, "run held -- true", 73).contains("holds it"));
     done(&database, "run free --wait 5s -- true", 0);
     done(&database, "kill nobody --yes", 1);
@@ -80,7 +82,8 @@ fn nothing_of_others_is_called_with_the_schema() {
     for name in ["geocoder", "reports", "hourly"] {
         assert!(shown.contains(name), "{shown}");
     }
-    done(&database, "doctor --holder-age 0s --transaction-age 0s", 0);
+    let doctor = done(&database, "doctor --holder-age 0s --transaction-age 0s", 1);
+    assert_eq!(doctor.matches("fail  ").count(), 1, "{doctor}");
     done(&database, "pause hourly", 0);
     done(&database, "resume hourly", 0);
     done(&database, "run x --lease 30s -- true", 0);

@@ -108,7 +108,8 @@ impl Subject {
         result
     }
 
-    /// Reports how a holding ended: `released`, `resigned` for a leader, or with an error.
+    /// Reports how a holding ended: `released`, `resigned` for a leader, `overran` if `longest` has
+    /// ended it, or with an error.
     pub(crate) fn end(
         self,
         operation: &'static str,
@@ -121,6 +122,7 @@ impl Subject {
             Ok(()) if is_leader => "resigned",
             Ok(()) => "released",
             Err(Error::PermitLost(_)) if is_leader => "deposed",
+            Err(Error::PermitLost(_)) if operation == "longest" => "overran",
             Err(Error::LockLost(_) | Error::PermitLost(_)) => "lost",
             Err(_) => "failed",
         };
@@ -205,11 +207,11 @@ impl Event<'_> {
 
     /// Whether a holder has lost what it held.
     fn is_lost(&self) -> bool {
-        matches!(self.outcome, "lost" | "deposed")
+        matches!(self.outcome, "lost" | "deposed" | "overran")
     }
 
-    /// Logs at `WARN` what nobody else hears of, and what was lost, and at `DEBUG` the rest. Times
-    /// are whole microseconds.
+    /// Logs at `WARN` what nobody else hears of, and what was lost; at `INFO` that a schedule was
+    /// edited; and at `DEBUG` the rest. Times are whole microseconds.
     #[cfg(feature = "tracing")]
     fn log(self) {
         let is_lost = self.is_lost();
@@ -233,6 +235,8 @@ impl Event<'_> {
         let has_failed = self.error.is_some() && !self.is_returned || outcome == "crashed";
         if has_failed || is_lost {
             event!(warn)
+        } else if outcome == "edited" {
+            event!(info)
         } else {
             event!(debug)
         }

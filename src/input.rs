@@ -74,9 +74,14 @@ pub(crate) fn interval(duration: Duration) -> PgInterval {
     PgInterval::from_microseconds(i64::try_from(duration.as_micros()).unwrap_or(i64::MAX))
 }
 
-/// `None` for `-infinity`, and for what chrono cannot represent.
+/// `None` for `infinity` and `-infinity`, and for what chrono cannot represent.
 pub(crate) fn time(at: PgTimestamp) -> Option<DateTime<Utc>> {
     DateTime::from_timestamp_micros(at.0.checked_add(EPOCH)?)
+}
+
+/// The time as the database stores it: `infinity` for `None`.
+pub(crate) fn timestamp(at: Option<DateTime<Utc>>) -> PgTimestamp {
+    PgTimestamp(at.map_or(i64::MAX, |at| at.timestamp_micros() - EPOCH))
 }
 
 /// The magnitude of a number of microseconds.

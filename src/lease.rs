@@ -68,7 +68,8 @@ pub(crate) fn claim_number() -> i64 {
     fastrand::i64(1..)
 }
 
-/// Makes the statement that renews a row. The statement returns whether the row was held.
+/// Makes the statement that renews a row for a time. The statement returns whether the row was
+/// held.
 pub(crate) type Renewal = fn(&Row, Duration) -> Statement<Bool>;
 
 /// What a granted claim has, and what its renewals need.
@@ -79,6 +80,9 @@ pub(crate) struct Grant<P: Pool> {
     pub(crate) row: Row,
     pub(crate) timeout: Duration,
     pub(crate) renewal: Renewal,
+    /// The longest time for which the row may be held, if there is one, and the statement that
+    /// stores that it was exceeded.
+    pub(crate) longest: Option<(Duration, Renewal)>,
     /// When the claim was sent.
     pub(crate) sent: Instant,
 }
@@ -90,6 +94,8 @@ pub(crate) struct Grant<P: Pool> {
 pub(crate) struct Lease<P: Pool> {
     pub(crate) grant: Grant<P>,
     since: Instant,
+    /// When the holder has held the row for the longest time that it may.
+    ends: Option<Instant>,
     state: Mutex<State>,
     /// The tasks or threads that wait for the end of the lease.
     pub(crate) sleepers: Sleepers,
@@ -122,16 +128,21 @@ enum Phase {
 
 impl<P: Pool> Lease<P> {
     pub(crate) fn new(grant: Grant<P>) -> Arc<Self> {
+        let since = Instant::now();
+        let ends = grant
+            .longest
+            .and_then(|(limit, _)| since.checked_add(limit));
         let state = State {
-            until: grant.sent + trusted(grant.timeout),
+            until: not_after(grant.sent + trusted(grant.timeout), ends),
             phase: Phase::Held(Raised::held(grant.subject)),
             is_reported: false,
             was_heard: false,
         };
         Arc::new(Self {
-            renewal_due: Alarm::new(grant.sent + grant.timeout / 3),
+            renewal_due: Alarm::new(not_after(grant.sent + grant.timeout / 3, ends)),
             grant,
-            since: Instant::now(),
+            since,
+            ends,
             state: Mutex::new(state),
             sleepers: Sleepers::default(),
             is_unanswered: AtomicBool::new(false),
@@ -167,6 +178,11 @@ impl<P: Pool> Lease<P> {
     pub(crate) fn is_over(&self) -> bool {
         let state = lock(&self.state);
         matches!(state.phase, Phase::Released | Phase::Lost) || state.until <= Instant::now()
+    }
+
+    /// Whether the row was held for longer than it may be. The lease is then lost.
+    pub(crate) fn has_overrun(&self) -> bool {
+        self.ends.is_some_and(|ends| ends <= Instant::now())
     }
 
     /// Waits until the lease is over, or until the deadline.
@@ -224,8 +240,10 @@ impl<P: Pool> Lease<P> {
         let mut state = lock(&self.state);
         match (&state.phase, sent) {
             (Phase::Held(_) | Phase::Ending(_), Some(sent)) if state.until > Instant::now() => {
-                state.until = state.until.max(sent + trusted(self.grant.timeout));
-                self.renewal_due.set(sent + self.grant.timeout / 3);
+                let until = state.until.max(sent + trusted(self.grant.timeout));
+                state.until = not_after(until, self.ends);
+                let renewal_due = sent + self.grant.timeout / 3;
+                self.renewal_due.set(not_after(renewal_due, self.ends));
                 true
             }
             (Phase::Held(_), _) => {
@@ -242,6 +260,11 @@ impl<P: Pool> Lease<P> {
         drop(state);
         self.sleepers.wake();
         if !was_reported {
+            let operation = if self.has_overrun() {
+                "longest"
+            } else {
+                operation
+            };
             self.grant
                 .subject
                 .end(operation, Instant::now(), self.since, &Err(self.loss()));
@@ -331,11 +354,30 @@ impl<P: Pool> Lease<P> {
                 break;
             }
         }
-        // From now on nobody renews the lease, so if it was not ended, it is lost.
+        self.stop_renewing();
+        self.store_overrun().await;
+    }
+
+    /// From now on nobody renews the lease, so if it was not ended, it is lost.
+    fn stop_renewing(&self) {
         let state = lock(&self.state);
         if matches!(state.phase, Phase::Held(_)) {
             self.lose(state, "keep_alive");
         }
+    }
+
+    /// Stores that the holder was told to stop because it has held the row for too long. The holder
+    /// may go on nevertheless, so the row is held until the lease expires.
+    async fn store_overrun(&self) {
+        let is_lost = matches!(lock(&self.state).phase, Phase::Lost);
+        let Some((limit, note)) = self.grant.longest.filter(|_| is_lost && self.has_overrun())
+        else {
+            return;
+        };
+        let note = note(&self.grant.row, limit);
+        let limit = Some(self.grant.timeout);
+        let deadline = Instant::now().checked_add(self.grant.timeout);
+        drop(self.send_end(note, limit, deadline).await);
     }
 
     /// Sends a renewal, and a second one in parallel if the first has had no reply for two fifths
@@ -378,6 +420,10 @@ impl<P: Pool> Lease<P> {
         })
         .await
     }
+}
+
+fn not_after(time: Instant, ends: Option<Instant>) -> Instant {
+    ends.map_or(time, |ends| time.min(ends))
 }
 
 /// How long the holder relies on a row after a claim or a renewal was sent.

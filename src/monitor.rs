@@ -191,7 +191,7 @@ pub struct Leadership {
     pub fencing_token: i64,
 }
 
-/// A schedule, with the tick that ran last.
+/// A schedule: what comes next, and the tick that ran last.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = schedule_state, check_for_backend(Pg))]
@@ -201,6 +201,10 @@ pub struct ScheduleState {
     pub name: String,
     /// `new`, `running`, `done`, `failed`, `crashed` or `given back`.
     pub state: String,
+    /// The next scheduled tick. `None` if there is none, or if no instance has looked yet. If it is
+    /// in the past, the tick is due: the run before it lasts, or the schedule is paused, or no
+    /// instance that runs it is up.
+    pub next_at: Option<DateTime<Utc>>,
     /// The tick, and `None` before the first one.
     pub tick: Option<DateTime<Utc>>,
     /// Which run of the tick this is or was.
@@ -217,7 +221,11 @@ pub struct ScheduleState {
     pub ended_at: Option<DateTime<Utc>>,
     /// The error with which it failed.
     pub error: Option<String>,
-    /// Since when the schedule has been paused. It takes no tick while it is paused.
+    /// When the failed tick is run again.
+    pub retry_at: Option<DateTime<Utc>>,
+    /// When a run was asked for that has not begun yet.
+    pub triggered_at: Option<DateTime<Utc>>,
+    /// Since when the schedule has been paused. It takes no scheduled tick while it is paused.
     pub paused_at: Option<DateTime<Utc>>,
 }
 

@@ -1,13 +1,14 @@
 //! Schedules: each tick runs once, on whichever instance gets it.
 
-// **While another instance runs a schedule, the others look once a second**, because the instance
-// that runs takes the next tick itself.
+// **While another instance runs a schedule, the others look seldom**, because the instance that
+// runs takes the next tick itself.
 
 mod due;
+#[cfg(test)]
+mod histories;
 mod look;
 mod sql;
 mod tick;
-mod unanswered;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -23,15 +24,15 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 pub use self::due::{CatchUp, every};
-use self::look::Step;
+use self::look::{Looks, Step};
+use self::tick::Retry;
 pub use self::tick::Tick;
-use self::unanswered::Unanswered;
 #[cfg(feature = "r2d2")]
 use crate::alarm::Stop;
 use crate::alarm::jitter;
 use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::{Subject, Trouble, changed};
+use crate::event::{Subject, changed};
 use crate::input;
 use crate::input::LONGEST;
 use crate::lease::SHORTEST_KEPT;
@@ -45,7 +46,7 @@ pub enum RunDue {
     /// A tick was run.
     Ran,
     /// Nothing is due, or another instance is running the tick. The value says how long to wait
-    /// before the next look. It is zero after the look that stores a new schedule.
+    /// before the next look, if the schedule is not [triggered](Schedule::trigger) before.
     Later(Duration),
     /// The schedule is [paused](Schedule::pause).
     Paused,
@@ -56,18 +57,22 @@ pub enum RunDue {
 /// Runs each tick of a schedule once, on whichever instance gets it, and never two at a time.
 ///
 /// A tick is a point in time, not the firing of a timer. You pass a function `next` that returns
-/// the first tick after a time: use any cron crate, or [`every`] for a fixed period. The database's
-/// clock decides what is due. Ticks are whole microseconds.
+/// the first tick after a time: use any cron crate, or [`every`] for a fixed period. The result of
+/// `next` must depend on its argument alone. The database's clock decides what is due. Ticks are
+/// whole microseconds.
 ///
-/// The first look at a new schedule stores "now", so no tick of the past runs. A look is one round
-/// trip to the table `resource_control.schedule`. A run takes two more, and one for each renewal of
-/// its lease, every third of the lease.
+/// The first look at a new schedule counts from now, so no tick of the past runs. A look is one
+/// round trip to the table `resource_control.schedule`, and a second one if it changes what comes
+/// next. A run takes two more, and one for each renewal of its lease, every third of the lease.
 ///
 /// **A crash does not lose a tick.** A run holds a lease that renews itself. If its process dies,
 /// the lease expires and another instance runs the same tick again, with the next
 /// [attempt](Tick::attempt). A tick runs at most three times ([`after_crash`](Self::after_crash)
-/// changes that). A panic counts as a crash. An `Err` of the work is stored, and the tick is not
-/// run again.
+/// changes that). A panic counts as a crash. An `Err` of the work is stored, and the tick is run
+/// again only with [`retry`](Self::retry). [`longest`](Self::longest) ends a run that hangs.
+///
+/// **An edited `next`** counts from when its first instance looked, so no time runs that was not in
+/// force. While two versions run side by side, the ticks of both run.
 ///
 /// A process that was suspended for longer than its lease may continue while the next run is under
 /// way. [`Tick::is_lost`] reports this to the work, and a [`Fence`](crate::Fence) with
@@ -92,7 +97,8 @@ pub enum RunDue {
 /// # Errors
 ///
 /// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, zero
-/// attempts, or a `next` that does not advance; [`Error::NotInstalled`]; [`Error::PermitLost`] if
+/// attempts, a retry of no times or without a pause, a longest run that is shorter than the lease,
+/// or a `next` that does not advance; [`Error::NotInstalled`]; [`Error::PermitLost`] if
 /// the lease was lost while the work ran; [`Error::Pool`], [`Error::Standby`],
 /// [`Error::Database`], and with deadpool and bb8 [`Error::TimedOut`] if a look has no reply within
 /// a lease. `run` does not return the last five: it tries again.
@@ -105,6 +111,8 @@ pub struct Schedule<P: Pool> {
     lease: Duration,
     attempts: i32,
     catch_up: CatchUp,
+    retry: Option<Retry>,
+    longest: Option<Duration>,
     pool: PhantomData<fn(&P)>,
 }
 
@@ -119,6 +127,8 @@ impl<P: Pool> Schedule<P> {
             lease: Duration::from_secs(30),
             attempts: 3,
             catch_up: CatchUp::Latest,
+            retry: None,
+            longest: None,
             pool: PhantomData,
         }
     }
@@ -157,11 +167,35 @@ impl<P: Pool> Schedule<P> {
         self
     }
 
+    /// Runs a tick again whose work returned `Err`: `times` times at most, the first time after
+    /// `pause`, which doubles from retry to retry, up to a day.
+    ///
+    /// A retry is the next [attempt](Tick::attempt) of the same tick, on any instance whose handle
+    /// has `retry`. Under [`CatchUp::Latest`] and [`CatchUp::Skip`], the next tick replaces a retry
+    /// that is still to come, if it is due sooner; under [`CatchUp::All`] it waits for the retry.
+    /// Crashes are counted apart, by [`after_crash`](Self::after_crash).
+    pub const fn retry(mut self, times: u16, pause: Duration) -> Self {
+        self.retry = Some(Retry { times, pause });
+        self
+    }
+
+    /// Limits how long a run may take. A run that takes longer has lost its lease, and counts as a
+    /// crash, so the tick is run again.
+    ///
+    /// In the asynchronous half the future of the work is dropped, and the tick is free at once.
+    /// In the blocking half [`Tick::is_lost`] returns `true`, and the tick is free when the work
+    /// has returned, or else when the lease has expired. Work that does not ask goes on beside the
+    /// next run. The limit must be at least the lease.
+    pub const fn longest(mut self, limit: Duration) -> Self {
+        self.longest = Some(limit);
+        self
+    }
+
     /// Pauses the schedule on all instances. Returns whether it was not paused before.
     ///
-    /// No tick is taken until the schedule is [resumed](Self::resume); a run that has begun runs to
-    /// its end. A schedule that never ran can be paused, too. One round trip: an `INSERT … ON
-    /// CONFLICT DO UPDATE`.
+    /// No scheduled tick is taken until the schedule is [resumed](Self::resume); a run that has
+    /// begun runs to its end, and [`trigger`](Self::trigger) still works. A schedule that never ran
+    /// can be paused, too. One round trip: an `INSERT … ON CONFLICT DO UPDATE`.
     pub fn pause<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let pause = async {
@@ -186,6 +220,26 @@ impl<P: Pool> Schedule<P> {
         })
     }
 
+    /// Asks for one run now, also while the schedule is paused. Returns whether none was asked for
+    /// that has not begun yet.
+    ///
+    /// An instance that runs the schedule sees this within a minute, or when the present run has
+    /// ended. The tick of the run is the time of this call, and the scheduled ticks stay as they
+    /// are. If the run crashes, it is run again as any other. Under [`CatchUp::All`], it begins
+    /// after a tick that is to be run again. A schedule that never ran can be triggered, too. One
+    /// round trip: an `INSERT … ON CONFLICT DO UPDATE`.
+    pub fn trigger<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
+        P::Mode::drive(async move {
+            let trigger = async {
+                let (is_new, _) = ask(pool, None, &sql::trigger(&self.checked_name()?)).await?;
+                Ok(is_new)
+            };
+            self.subject()
+                .observe_as("trigger", triggered, trigger)
+                .await
+        })
+    }
+
     pub(crate) fn checked_name(&self) -> Result<String> {
         input::name(self.name)?;
         input::text(&self.details)?;
@@ -196,6 +250,21 @@ impl<P: Pool> Schedule<P> {
         }
         if self.attempts < 1 {
             return Err(Error::input("a tick must have at least one attempt"));
+        }
+        if let Some(Retry { times, pause }) = self.retry {
+            if times == 0 {
+                return Err(Error::input("`retry` of a schedule must be at least once"));
+            }
+            input::check_duration(
+                pause,
+                LONGEST,
+                "the pause before a retry must be between a microsecond and 1,000 years",
+            )?;
+        }
+        if self.longest.is_some_and(|limit| limit < self.lease) {
+            return Err(Error::input(
+                "the longest run of a schedule must not be shorter than its lease",
+            ));
         }
         let name = match &self.key {
             None => self.name.to_owned(),
@@ -224,9 +293,7 @@ impl Schedule<crate::pool::PgPool> {
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
     ) -> Result<RunDue> {
-        let mut taken = unanswered::take(self.checked_name()?);
-        let mut trouble = Trouble::returned();
-        self.look_blocking(pool, None, &mut taken.unanswered, &mut trouble, &next, work)
+        self.look_blocking(pool, &mut Looks::once(), &next, work)
     }
 
     /// Runs each tick that this instance gets, until it is stopped or there are no more ticks.
@@ -239,11 +306,9 @@ impl Schedule<crate::pool::PgPool> {
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         mut work: impl FnMut(&Tick<crate::pool::PgPool>) -> Result<(), E>,
     ) -> Result<()> {
-        let (mut unanswered, mut trouble) = (Unanswered::default(), Trouble::default());
+        let mut looks = Looks::of_a_loop(Some(mode::PATIENCE_OF_A_LOOP));
         while !stop.is_stopped() {
-            let limit = Some(mode::PATIENCE_OF_A_LOOP);
-            let look =
-                self.look_blocking(pool, limit, &mut unanswered, &mut trouble, &next, &mut work);
+            let look = self.look_blocking(pool, &mut looks, &next, &mut work);
             match pause_after(look)? {
                 Some(rest) => {
                     crate::session::now(mode::pause_until_stop::<mode::Blocking>(stop, rest))
@@ -257,14 +322,12 @@ impl Schedule<crate::pool::PgPool> {
     fn look_blocking<E: fmt::Display>(
         &self,
         pool: &crate::pool::PgPool,
-        limit: Option<Duration>,
-        unanswered: &mut Unanswered,
-        trouble: &mut Trouble,
+        looks: &mut Looks,
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
         work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
     ) -> Result<RunDue> {
         use crate::session::now;
-        match now(self.step(pool, limit, unanswered, trouble, next))? {
+        match now(self.step(pool, looks, next))? {
             Step::Over(look) => Ok(look),
             Step::Run(mut run, tick) => {
                 run.is_working = true;
@@ -294,12 +357,7 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
         E: fmt::Display + Send + 'a,
         F: Future<Output = Result<(), E>> + Send + 'a,
     {
-        P::Mode::drive(async move {
-            let mut taken = unanswered::take(self.checked_name()?);
-            let mut trouble = Trouble::returned();
-            self.look(pool, &mut taken.unanswered, &mut trouble, next, work)
-                .await
-        })
+        P::Mode::drive(async move { self.look(pool, &mut Looks::once(), next, work).await })
     }
 
     /// Runs each tick that this instance gets, until there are no more ticks.
@@ -316,9 +374,9 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
         F: Future<Output = Result<(), E>> + Send + 'a,
     {
         P::Mode::drive(async move {
-            let (mut unanswered, mut trouble) = (Unanswered::default(), Trouble::default());
+            let mut looks = Looks::of_a_loop(None);
             loop {
-                let look = self.look(pool, &mut unanswered, &mut trouble, &next, &mut work);
+                let look = self.look(pool, &mut looks, &next, &mut work);
                 match pause_after(look.await)? {
                     Some(rest) => mode::pause::<P::Mode>(rest).await,
                     None => return Ok(()),
@@ -330,12 +388,11 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
     async fn look<E: fmt::Display, F: Future<Output = Result<(), E>>>(
         &self,
         pool: &P,
-        unanswered: &mut Unanswered,
-        trouble: &mut Trouble,
+        looks: &mut Looks,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         work: impl FnOnce(Tick<P>) -> F,
     ) -> Result<RunDue> {
-        match self.step(pool, None, unanswered, trouble, &next).await? {
+        match self.step(pool, looks, &next).await? {
             Step::Over(look) => Ok(look),
             Step::Run(mut run, tick) => {
                 // The flag is set only while this work is being polled. So a drop during a panic
@@ -356,7 +413,7 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
                 })
                 .await;
                 match ended {
-                    None => Err(run.lose()),
+                    None => Err(run.lose().await),
                     Some(ended) => {
                         let error = ended.err().map(|error| error.to_string());
                         run.finish(error).await.map(|()| RunDue::Ran)
@@ -367,12 +424,23 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
     }
 }
 
+/// The longest pause between two looks of a loop, because the row may change unexpectedly: by
+/// [`Schedule::trigger`], or by a loop with another `next`, for example during a deployment.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// The word for whether a run was asked for, or was asked for before.
+const fn triggered(is_new: &bool) -> &'static str {
+    if *is_new { "triggered" } else { "unchanged" }
+}
+
 /// How long a loop pauses before its next look. `None` if the loop is over.
 fn pause_after(look: Result<RunDue>) -> Result<Option<Duration>> {
     match look {
         Ok(RunDue::Ran) => Ok(Some(Duration::ZERO)),
         // A random addition, so that instances do not look all at once.
-        Ok(RunDue::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
+        Ok(RunDue::Later(rest)) => Ok(Some(
+            rest.min(LONGEST_PAUSE) + Duration::from_micros(fastrand::u64(0..10_000)),
+        )),
         Ok(RunDue::Paused) => Ok(Some(jitter(Duration::from_secs(3)))),
         Ok(RunDue::Never) => Ok(None),
         // The error was reported already.

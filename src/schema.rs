@@ -48,28 +48,36 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// The tick of each schedule that ran last, and how it ended.
+        /// What comes next in each schedule, and the tick that ran last, with how it ended.
         resource_control.schedule (name) {
             name -> Text,
-            /// The tick that was taken last, or when the schedule was first seen.
-            tick -> Timestamptz,
+            /// What next_at was counted from: the last scheduled tick, or the first look.
+            counted_from -> Timestamptz,
+            /// The next scheduled tick. Infinity if there is none, null if not known.
+            next_at -> Nullable<Timestamptz>,
+            /// The tick that was taken last. Later than counted_from if it was asked for.
+            tick -> Nullable<Timestamptz>,
             /// How many runs of this tick have begun, without those that gave it back.
             attempt -> Int4,
+            /// How many of these runs have returned an error.
+            failed -> Int4,
             /// How many ticks before this one were missed and are not run.
             missed -> Int4,
             /// The fencing token of the run, which grows from run to run.
             token -> Int8,
             runner -> Text,
             started_at -> Nullable<Timestamptz>,
-            /// Until when the run holds the tick. Null once ended; past if crashed or given back.
+            /// Until when the run holds the tick. After it, when the tick runs again.
             expires_at -> Nullable<Timestamptz>,
             /// When the run ended the tick or gave it back. Null while it runs or crashed.
             ended_at -> Nullable<Timestamptz>,
-            /// What the run has failed with. Null if it has not.
+            /// What the run has failed with, or why it has crashed, if that is known.
             error -> Nullable<Text>,
             /// A random number of the claim, by which the run knows its row.
             claim -> Nullable<Int8>,
-            /// Since when the schedule takes no tick. Null if it is not paused.
+            /// When a run was asked for that has not begun yet.
+            triggered_at -> Nullable<Timestamptz>,
+            /// Since when the schedule takes no scheduled tick. Null if not paused.
             paused_at -> Nullable<Timestamptz>,
         }
     }

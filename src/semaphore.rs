@@ -350,6 +350,7 @@ impl<P: Pool> Semaphore<P> {
                 },
                 timeout,
                 renewal: sql::renew,
+                longest: None,
                 sent,
             });
             if renews_itself {

@@ -189,8 +189,9 @@ pub fn depose<'a, P: Pool>(leader: &'a Leader<P>, pool: &'a P) -> Reply<'a, P, b
     P::Mode::drive(async move { Ok(expire_all(pool, &leader.semaphore()).await? > 0) })
 }
 
-/// Makes the next tick of a schedule due, as if the time `by` had passed: moves the tick that ran
-/// last into the past by `by`. Returns whether the schedule is known, because it was looked at
+/// Makes the next tick of a schedule due, as if the time `by` had passed: moves the next tick, and
+/// the last one, into the past by `by`. Choose whole periods of the schedule, so that
+/// the moved time is a tick, too. Returns whether the schedule is known, because it was looked at
 /// before.
 pub fn make_tick_due<'a, P: Pool>(
     schedule: &'a Schedule<P>,
@@ -198,7 +199,9 @@ pub fn make_tick_due<'a, P: Pool>(
     by: Duration,
 ) -> Reply<'a, P, bool> {
     const DUE: &str = "WITH done AS (
-            UPDATE resource_control.schedule SET tick = tick - $1 WHERE name = $2 RETURNING 1
+            UPDATE resource_control.schedule
+            SET counted_from = counted_from - $1, next_at = next_at - $1, tick = tick - $1
+            WHERE name = $2 RETURNING 1
         ) SELECT pg_catalog.count(*) FROM done";
     P::Mode::drive(async move {
         let name = schedule.checked_name()?;

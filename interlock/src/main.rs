@@ -84,6 +84,8 @@ enum Command {
     Pause(pause::Pause),
     /// Resumes a schedule that was paused
     Resume(pause::Pause),
+    /// Runs a schedule now, once, also while it is paused
+    Trigger(pause::Pause),
     /// Examines the server, the schema, the rights and the settings, and says what to do
     Doctor(doctor::Doctor),
     /// Creates the schema `resource_control`, or what is missing in it
@@ -119,8 +121,9 @@ fn main() {
         Command::Run(run) => run.run(),
         Command::Ps(ps) => ps.run(),
         Command::Kill(kill) => kill.run(),
-        Command::Pause(pause) => pause.run(true),
-        Command::Resume(pause) => pause.run(false),
+        Command::Pause(pause) => pause.run(pause::Change::Pause),
+        Command::Resume(pause) => pause.run(pause::Change::Resume),
+        Command::Trigger(pause) => pause.run(pause::Change::Trigger),
         Command::Doctor(doctor) => doctor.run(),
         Command::Install(install) => install.run(),
         Command::Completions(completions) => completions.run(),

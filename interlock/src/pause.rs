@@ -1,4 +1,5 @@
-//! `interlock pause` and `interlock resume`: a schedule takes no tick until it is resumed.
+//! `interlock pause`, `resume` and `trigger`: a schedule takes no tick until it is resumed, or runs
+//! now.
 
 use std::io::{self, Write};
 
@@ -8,6 +9,14 @@ use diesel_interlock::Schedule;
 use crate::database::{self, Schema, in_time, rows_with};
 use crate::{Failure, ps};
 
+/// What is done to a schedule.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Change {
+    Pause,
+    Resume,
+    Trigger,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct Pause {
     /// The name of the schedule, as `ps` shows it
@@ -16,16 +25,19 @@ pub(crate) struct Pause {
 }
 
 impl Pause {
-    /// Pauses the schedule, or resumes it.
-    pub(crate) fn run(self, is_to_be_paused: bool) -> Result<i32, Failure> {
-        let operation = if is_to_be_paused { "pause" } else { "resume" };
+    pub(crate) fn run(self, change: Change) -> Result<i32, Failure> {
+        let operation = match change {
+            Change::Pause => "pause",
+            Change::Resume => "resume",
+            Change::Trigger => "trigger",
+        };
         let url = database::url(operation)?;
         let name = self.name;
         let is_changed = in_time(|| {
             const KNOWN: &str = "SELECT name FROM resource_control.schedule WHERE name = $1";
             let mut conn = database::connect(&url)?;
             Schema::of(&mut conn)?.require()?;
-            // A misspelt name would pause nothing.
+            // A misspelt name would change nothing.
             if rows_with(&mut conn, KNOWN, &name)?.is_empty() {
                 let message =
                     format!("no schedule is named {name:?}: `interlock ps` shows the names");
@@ -34,20 +46,24 @@ impl Pause {
             drop(conn);
             let pool = database::pool(&url)?;
             let schedule: Schedule = Schedule::named(name.clone().leak());
-            let is_changed = if is_to_be_paused {
-                schedule.pause(&pool)?
-            } else {
-                schedule.resume(&pool)?
+            let is_changed = match change {
+                Change::Pause => schedule.pause(&pool)?,
+                Change::Resume => schedule.resume(&pool)?,
+                Change::Trigger => schedule.trigger(&pool)?,
             };
             Ok::<_, Failure>(is_changed)
         })?;
-        let what = match (is_to_be_paused, is_changed) {
-            (true, true) => {
+        let what = match (change, is_changed) {
+            (Change::Pause, true) => {
                 "paused: it takes no tick until `interlock resume`; a run in progress continues"
             }
-            (true, false) => "was already paused",
-            (false, true) => "resumed: its instances notice that within five seconds",
-            (false, false) => "was not paused",
+            (Change::Pause, false) => "was already paused",
+            (Change::Resume, true) => "resumed: its instances notice that within five seconds",
+            (Change::Resume, false) => "was not paused",
+            (Change::Trigger, true) => {
+                "triggered: an instance runs it within a minute, or after the run in progress"
+            }
+            (Change::Trigger, false) => "was already triggered, and no instance has run it yet",
         };
         writeln!(io::stdout(), "{}: {what}", ps::plain(&name))?;
         Ok(0)

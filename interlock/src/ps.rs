@@ -46,13 +46,13 @@ pub(crate) const VIEWS: [(&str, &str, &[&str]); 3] = [
     ),
     (
         "schedules",
-        "SELECT name, state, tick, attempt, runner,
-                started_at AS started, expires_at AS until, ended_at AS ended, paused_at AS
+        "SELECT name, state, tick, attempt, COALESCE(triggered_at, next_at) AS next,
+                retry_at AS retry, runner, started_at AS started, expires_at AS until, ended_at AS ended, paused_at AS
                     paused, error,
                 date_part('epoch', clock_timestamp() - started_at)::bigint AS age
             FROM resource_control.schedule_state ORDER BY name",
         &[
-            "name", "state", "tick", "attempt", "runner", "age", "paused", "error",
+            "name", "state", "tick", "attempt", "next", "retry", "runner", "age", "paused", "error",
         ],
     ),
 ];
@@ -208,7 +208,9 @@ fn cell(name: &str, value: &Value, is_short: bool) -> String {
     match value {
         Value::Null => "-".into(),
         // To the second, in UTC.
-        Value::String(time) if is_short && name == "tick" => time.chars().take(19).collect(),
+        Value::String(time) if is_short && ["tick", "next", "retry"].contains(&name) => {
+            time.chars().take(19).collect()
+        }
         Value::String(time) if is_short && name == "paused" => time.chars().take(10).collect(),
         Value::String(text) => {
             let text = plain(text);

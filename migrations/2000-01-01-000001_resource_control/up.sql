@@ -648,8 +648,11 @@ COMMENT ON COLUMN resource_control.rate_limit.burst IS
 
 CREATE TABLE IF NOT EXISTS resource_control.schedule (
     name text COLLATE pg_catalog."C" PRIMARY KEY CONSTRAINT schedules_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
-    tick timestamptz NOT NULL,
+    counted_from timestamptz NOT NULL DEFAULT clock_timestamp(),
+    next_at timestamptz,
+    tick timestamptz,
     attempt integer NOT NULL DEFAULT 0,
+    failed integer NOT NULL DEFAULT 0,
     missed integer NOT NULL DEFAULT 0,
     token bigint NOT NULL DEFAULT 0,
     runner text NOT NULL DEFAULT '',
@@ -658,29 +661,38 @@ CREATE TABLE IF NOT EXISTS resource_control.schedule (
     ended_at timestamptz,
     error text,
     claim bigint,
+    triggered_at timestamptz,
     paused_at timestamptz
 ) WITH (fillfactor = 50);
 
 COMMENT ON TABLE resource_control.schedule IS
-    'The tick of each schedule that ran last, and how it ended.';
+    'What comes next in each schedule, and the tick that ran last, with how it ended.';
+COMMENT ON COLUMN resource_control.schedule.counted_from IS
+    'What next_at was counted from: the last scheduled tick, or the first look.';
+COMMENT ON COLUMN resource_control.schedule.next_at IS
+    'The next scheduled tick. Infinity if there is none, null if not known.';
 COMMENT ON COLUMN resource_control.schedule.tick IS
-    'The tick that was taken last, or when the schedule was first seen.';
+    'The tick that was taken last. Later than counted_from if it was asked for.';
 COMMENT ON COLUMN resource_control.schedule.attempt IS
     'How many runs of this tick have begun, without those that gave it back.';
+COMMENT ON COLUMN resource_control.schedule.failed IS
+    'How many of these runs have returned an error.';
 COMMENT ON COLUMN resource_control.schedule.missed IS
     'How many ticks before this one were missed and are not run.';
 COMMENT ON COLUMN resource_control.schedule.token IS
     'The fencing token of the run, which grows from run to run.';
-COMMENT ON COLUMN resource_control.schedule.claim IS
-    'A random number of the claim, by which the run knows its row.';
-COMMENT ON COLUMN resource_control.schedule.paused_at IS
-    'Since when the schedule takes no tick. Null if it is not paused.';
 COMMENT ON COLUMN resource_control.schedule.expires_at IS
-    'Until when the run holds the tick. Null once ended; past if crashed or given back.';
+    'Until when the run holds the tick. After it, when the tick runs again.';
 COMMENT ON COLUMN resource_control.schedule.ended_at IS
     'When the run ended the tick or gave it back. Null while it runs or crashed.';
 COMMENT ON COLUMN resource_control.schedule.error IS
-    'What the run has failed with. Null if it has not.';
+    'What the run has failed with, or why it has crashed, if that is known.';
+COMMENT ON COLUMN resource_control.schedule.claim IS
+    'A random number of the claim, by which the run knows its row.';
+COMMENT ON COLUMN resource_control.schedule.triggered_at IS
+    'When a run was asked for that has not begun yet.';
+COMMENT ON COLUMN resource_control.schedule.paused_at IS
+    'Since when the schedule takes no scheduled tick. Null if not paused.';
 
 -- == Once ==
 
@@ -771,17 +783,20 @@ CREATE OR REPLACE VIEW resource_control.leader AS
         WHERE starts_with(s.service, 'leader ') AND s.slot = 0;
 
 CREATE OR REPLACE VIEW resource_control.schedule_state AS
-    SELECT s.name,
-            CASE
+    SELECT s.name, t.state, NULLIF(s.next_at, 'infinity') AS next_at, s.tick, s.attempt, s.token, s.runner, s.started_at,
+            CASE WHEN t.state <> 'failed' THEN s.expires_at END AS expires_at, s.ended_at,
+            CASE WHEN t.state = 'crashed' THEN COALESCE(s.error, 'the lease expired: the process died, or could not renew it')
+                ELSE s.error END AS error,
+            CASE WHEN t.state = 'failed' THEN s.expires_at END AS retry_at, s.triggered_at, s.paused_at
+        FROM resource_control.schedule AS s,
+            LATERAL (SELECT CASE
                 WHEN s.started_at IS NULL THEN 'new'
-                WHEN s.expires_at > clock_timestamp() THEN 'running'
-                WHEN s.expires_at IS NULL THEN CASE WHEN s.error IS NULL THEN 'done' ELSE 'failed' END
-                WHEN s.ended_at IS NULL THEN 'crashed'
-                ELSE 'given back'
-            END AS state,
-            CASE WHEN s.started_at IS NOT NULL THEN s.tick END AS tick,
-            s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error, s.paused_at
-        FROM resource_control.schedule AS s;
+                WHEN s.ended_at IS NOT NULL AND s.error IS NOT NULL THEN 'failed'
+                WHEN s.expires_at IS NULL THEN 'done'
+                WHEN s.ended_at IS NOT NULL THEN 'given back'
+                WHEN s.error IS NULL AND s.expires_at > clock_timestamp() THEN 'running'
+                ELSE 'crashed'
+            END AS state) AS t;
 
 -- Sets a new base for the timelines if this database is a copy, or anew in any case. All tokens are then larger than those that
 -- the sequences and the rows show. Returns whether a new base was set, and null if this is a copy and the role may not set it.

@@ -73,10 +73,11 @@ diesel::table! {
 }
 
 diesel::table! {
-    /// The tick of each schedule that ran last, and what came of it.
+    /// What comes next in each schedule, and the tick that ran last, with what came of it.
     resource_control.schedule_state (name) {
         name -> Text,
         state -> Text,
+        next_at -> Nullable<Timestamptz>,
         tick -> Nullable<Timestamptz>,
         attempt -> Int4,
         token -> Int8,
@@ -85,6 +86,8 @@ diesel::table! {
         expires_at -> Nullable<Timestamptz>,
         ended_at -> Nullable<Timestamptz>,
         error -> Nullable<Text>,
+        retry_at -> Nullable<Timestamptz>,
+        triggered_at -> Nullable<Timestamptz>,
         paused_at -> Nullable<Timestamptz>,
     }
 }

@@ -5,16 +5,19 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
+use super::Schedule;
 use super::sql::{self, Claimed, End, Take};
 use crate::call::ask_surely;
 use crate::error::{Error, Result};
-use crate::event::{Event, Subject};
+use crate::event::Event;
 use crate::lease::{self, Lease, Row};
 use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, debug};
 
 /// How many characters of an error are stored.
 const STORED: usize = 1000;
+/// Up to which the pause before a retry doubles.
+const LONGEST_DOUBLED: Duration = Duration::from_secs(24 * 60 * 60);
 /// The pause between two tries to store how a run ended.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -27,27 +30,51 @@ pub struct Tick<P: Pool> {
 }
 
 /// The run of a tick. If it is dropped before it has ended, another instance runs the tick: as the
-/// same attempt, or as the next one if the work panicked.
+/// same attempt, or, when the lease would have ended, as the next one if the work panicked.
 pub(super) struct Run<P: Pool> {
     lease: Arc<Lease<P>>,
+    /// How many runs of the tick have failed before this one.
+    failed: i32,
+    retry: Option<Retry>,
     is_over: bool,
     /// Whether the work is being called or polled just now. A drop at that moment means that the
     /// work panics.
     pub(super) is_working: bool,
 }
 
+/// How often a failed tick is run again, and after which pause.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Retry {
+    pub(super) times: u16,
+    pub(super) pause: Duration,
+}
+
+impl Retry {
+    /// The pause after so many failed runs of a tick: it doubles up to a day. `None` if that was
+    /// the last run.
+    pub(super) fn after(self, failed: i32) -> Option<Duration> {
+        if failed > i32::from(self.times) {
+            return None;
+        }
+        let doublings = failed.saturating_sub(1).clamp(0, 31) as u32;
+        let pause = self.pause.saturating_mul(1 << doublings);
+        Some(pause.min(self.pause.max(LONGEST_DOUBLED)))
+    }
+}
+
 impl<P: Pool> Run<P> {
     /// Claims a tick, unless another instance was faster.
     pub(super) async fn claim(
-        subject: Subject,
+        schedule: &Schedule<P>,
         pool: &P,
         limit: Option<Duration>,
         take: Take<'_>,
     ) -> Result<Option<(Self, Tick<P>)>> {
         let (runtime, pool_of_run, name) = (P::Mode::runtime()?, pool.clone(), take.name.into());
-        let (timeout, number, at) = (take.lease, take.number, take.tick);
-        let reply = move |(attempt, token, missed): Claimed, sent| {
-            let (Some(attempt), Some(token), Some(missed)) = (attempt, token, missed) else {
+        let (timeout, number, subject) = (take.lease, take.number, schedule.subject());
+        let (retry, longest) = (schedule.retry, schedule.longest);
+        let reply = move |claimed: Claimed, sent| {
+            let (Some(at), Some(attempt), Some(failed), Some(missed), Some(token)) = claimed else {
                 return None;
             };
             let lease = Lease::new(lease::Grant {
@@ -61,6 +88,7 @@ impl<P: Pool> Run<P> {
                 },
                 timeout,
                 renewal: sql::renew,
+                longest: longest.map(|limit| (limit, sql::overrun as lease::Renewal)),
                 sent,
             });
             lease.renew_in_background();
@@ -72,6 +100,8 @@ impl<P: Pool> Run<P> {
             };
             let run = Self {
                 lease,
+                failed,
+                retry,
                 is_over: false,
                 is_working: false,
             };
@@ -87,10 +117,17 @@ impl<P: Pool> Run<P> {
     /// stopped halfway for that reason.
     pub(super) async fn finish(mut self, error: Option<String>) -> Result<()> {
         if self.lease.was_heard() {
-            return Err(self.lose());
+            return Err(self.lose().await);
         }
-        let outcome = if error.is_some() { "failed" } else { "done" };
-        let stored = error.map(|error| clip(&error));
+        let (outcome, end) = match error {
+            None => ("done", End::Done),
+            Some(error) => {
+                let failed = self.failed + 1;
+                let pause = self.retry.and_then(|retry| retry.after(failed));
+                let outcome = if pause.is_some() { "retried" } else { "failed" };
+                (outcome, End::Failed(clip(&error), failed, pause))
+            }
+        };
         // The work is done, so from now on a drop must not give the tick back.
         self.is_over = true;
         self.lease.begin_end();
@@ -98,7 +135,7 @@ impl<P: Pool> Run<P> {
         let finished = P::Mode::surely(&self.lease.grant.runtime, None, async move {
             let give_up = Instant::now() + lease.grant.timeout;
             loop {
-                let finish = End::Finish(stored.clone()).of(&lease.grant.row);
+                let finish = end.clone().of(&lease.grant.row);
                 let limit = PATIENCE.max(lease.grant.timeout / 3);
                 let deadline = Instant::now() + limit;
                 let finished = lease.send_end(finish, Some(limit), Some(deadline)).await;
@@ -123,10 +160,22 @@ impl<P: Pool> Run<P> {
         self.lease.clone()
     }
 
-    /// Ends a run that lost its lease. Another instance may be running the tick already.
-    pub(super) fn lose(&mut self) -> Error {
+    /// Ends a run that lost its lease, whose work has stopped. Another instance may be running the
+    /// tick already; after a run that was too long, the tick is free now.
+    pub(super) async fn lose(&mut self) -> Error {
         self.is_over = true;
         self.lease.end("run");
+        let longest = self.lease.grant.longest;
+        if let Some((limit, _)) = longest.filter(|_| self.lease.has_overrun()) {
+            let lease = self.lease.clone();
+            let free = End::CrashAndFree(sql::too_long(limit)).of(&lease.grant.row);
+            let freed = P::Mode::surely(&self.lease.grant.runtime, None, async move {
+                let deadline = Instant::now() + PATIENCE;
+                lease.send_end(free, Some(PATIENCE), Some(deadline)).await
+            });
+            // Otherwise the lease expires.
+            drop(freed.await);
+        }
         let error = self.lease.loss();
         self.report("lost", Some(&error));
         error
@@ -163,7 +212,7 @@ impl<P: Pool> Drop for Run<P> {
             return;
         }
         let (outcome, update) = if self.is_working {
-            ("crashed", End::Crash("panicked"))
+            ("crashed", End::Crash("the work panicked".to_owned()))
         } else {
             ("given back", End::GiveBack)
         };
@@ -180,12 +229,14 @@ impl<P: Pool> Drop for Run<P> {
 }
 
 impl<P: Pool> Tick<P> {
-    /// Returns the time for which the tick was scheduled.
+    /// Returns the time for which the tick was scheduled, or when its run was
+    /// [asked for](super::Schedule::trigger).
     pub const fn at(&self) -> DateTime<Utc> {
         self.at
     }
 
-    /// Returns which run of this tick this is: 1, or more if earlier runs have crashed.
+    /// Returns which run of this tick this is: 1, or more if earlier runs have crashed or have
+    /// failed.
     pub const fn attempt(&self) -> i32 {
         self.attempt
     }
@@ -203,8 +254,8 @@ impl<P: Pool> Tick<P> {
 
     /// Returns whether the lease is lost, so that the work must stop now. No round trip.
     ///
-    /// The lease is lost if it could not be renewed in time. Another instance may be about to run
-    /// the tick.
+    /// The lease is lost if it could not be renewed in time, or if the run takes longer than
+    /// [`longest`](super::Schedule::longest). Another instance may be about to run the tick.
     pub fn is_lost(&self) -> bool {
         self.lease.is_lost()
     }

@@ -15,6 +15,9 @@ use crate::support::{eventually, hourly, installed, number, run, text, truth};
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_secs(600), 3);
 
+/// Its lease has expired.
+const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
+
 fn due(schedule: &Schedule, pool: &PgPool) {
     block_on(async {
         let _ = schedule
@@ -121,8 +124,10 @@ fn a_run_in_a_task_that_panics_counts_as_a_crash() {
     };
     assert!(block_on(task).unwrap_err().is_panic());
     let look = &mut database.connect();
-    let crashed = "(SELECT expires_at <= clock_timestamp() AND error IS NOT NULL FROM resource_control.schedule)";
+    let crashed =
+        "(SELECT state = 'crashed' AND error IS NOT NULL FROM resource_control.schedule_state)";
     eventually("it is stored", || truth(look, crashed));
+    run(look, EXPIRE);
     let again = REPORT.run_due(&pool, hourly, |tick| async move {
         assert_eq!(tick.attempt(), 2);
         Ok::<_, Error>(())
@@ -223,6 +228,7 @@ fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
         assert!(block_on(task).unwrap_err().is_panic());
         is_soon(look, "report panicking", "crashed");
         is_soon(look, "report other", "given back");
+        run(look, EXPIRE);
         for (schedule, expected) in [("panicking", 2), ("other", 1)] {
             let schedule = REPORT.key(schedule);
             let again = schedule.run_due(&pool, hourly, |tick| async move {
@@ -316,4 +322,29 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
     });
     let done = "(SELECT bool_and(attempt = 1 AND expires_at IS NULL AND error IS NULL) FROM resource_control.schedule)";
     assert!(truth(&mut database.connect(), done));
+}
+
+/// On a slow machine a run may be lost before it is too long.
+#[test]
+fn the_work_of_a_run_that_is_too_long_is_dropped_and_its_tick_is_free_at_once() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    let limit = Duration::from_secs(4);
+    let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
+    due(&schedule, &pool);
+    eventually("it was too long, and was not lost before", || {
+        let hangs = |_: Tick| std::future::pending::<Result<()>>();
+        let ran = block_on(schedule.run_due(&pool, hourly, hangs));
+        matches!(ran, Err(Error::PermitLost(_)))
+            && truth(
+                look,
+                "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' AND expires_at <= clock_timestamp() FROM resource_control.schedule_state)",
+            )
+    });
+    let again = schedule.run_due(&pool, hourly, |tick| async move {
+        assert!(tick.attempt() > 1);
+        Ok::<_, Error>(())
+    });
+    assert_eq!(block_on(again).unwrap(), RunDue::Ran);
 }

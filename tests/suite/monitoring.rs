@@ -261,7 +261,8 @@ fn limits_leaders_and_schedules_are_shown() {
             format!("1, 1, {before}, {before}, {now}, NULL"),
         ),
     ] {
-        run(look, &format!("{row} ('{state}', now(), {rest})"));
+        let tick = if state == "new" { "NULL" } else { "now()" };
+        run(look, &format!("{row} ('{state}', {tick}, {rest})"));
     }
     let schedules: Vec<ScheduleState> = ScheduleState::all().load(look).unwrap();
     assert_eq!(schedules.len(), 6);

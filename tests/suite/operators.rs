@@ -326,7 +326,9 @@ fn no_operation_refers_to_an_operator_of_others() {
                         work!(|_tick| if failing { fails() } else { Ok(()) }),
                     ));
                     let _ = look.unwrap();
-                    owned("UPDATE schedule SET tick = tick - interval '2 hours'");
+                    owned(
+                        "UPDATE schedule SET counted_from = counted_from - interval '2 hours', next_at = next_at - interval '2 hours'",
+                    );
                 }
                 while_it_runs(&REPORT, &pool, &every(HOUR), &|_| false, || {
                     eventually("it has run", || {

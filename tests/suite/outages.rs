@@ -1,12 +1,12 @@
 //! What is logged while the database is away: once, and only what no caller gets as an error.
 #![cfg(feature = "testing")] // whose leases may be short
 
-use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Barrier, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use chrono::{DateTime, TimeDelta, Utc};
+use diesel::PgConnection;
 
 use crate::assert_matches;
 use crate::half::schedule::every;
@@ -116,28 +116,30 @@ fn a_schedule_warns_once_until_it_goes_well_again() {
     let database = installed();
     let (pool, conn) = (pool(&database, 2), &mut database.connect());
     let schedule = Schedule::named(NAME);
-    let (runs, is_open) = (AtomicUsize::new(0), AtomicBool::new(true));
-    // A tick runs when the test says so, and a look comes soon in any case.
-    let next = |after: DateTime<Utc>| {
-        if is_open.load(Ordering::SeqCst) {
-            every(Duration::from_millis(200))(after)
-        } else {
-            Some(after.max(Utc::now()) + TimeDelta::milliseconds(200))
-        }
-    };
+    // A run pauses the schedule, so a tick runs when the test says so, and a look comes soon in any
+    // case.
+    let runs = AtomicUsize::new(0);
+    let pauses = Mutex::new(database.connect());
+    let next = every(Duration::from_millis(200));
     let work = |_| {
-        is_open.store(false, Ordering::SeqCst);
+        run(
+            &mut pauses.lock().unwrap(),
+            "UPDATE resource_control.schedule SET paused_at = clock_timestamp()",
+        );
         runs.fetch_add(1, Ordering::SeqCst);
         false
     };
-    let runs_well = |times| {
-        is_open.store(true, Ordering::SeqCst);
+    let runs_well = |conn: &mut PgConnection, times| {
+        run(
+            conn,
+            "UPDATE resource_control.schedule SET paused_at = NULL",
+        );
         eventually("it has run", || log.count("run: done") == times);
         assert_eq!(runs.load(Ordering::SeqCst), times);
     };
     while_it_runs(&schedule, &pool, &next, &work, || {
         for times in 1..=2 {
-            runs_well(times);
+            runs_well(conn, times);
             run(
                 conn,
                 "ALTER TABLE resource_control.schedule RENAME TO elsewhere",
@@ -151,7 +153,7 @@ fn a_schedule_warns_once_until_it_goes_well_again() {
                 "ALTER TABLE resource_control.elsewhere RENAME TO schedule",
             );
         }
-        runs_well(3);
+        runs_well(conn, 3);
     });
     assert_eq!(log.warnings(), ["run: failed"; 2]);
 }

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use diesel::PgConnection;
 use diesel::prelude::*;
 use diesel_interlock::testing::make_tick_due;
@@ -18,12 +18,13 @@ use crate::support::{LEASE, eventually, hourly, installed, number, run, text, tr
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(HOUR, 3);
+/// Its lease has expired, or the pause before its retry is over.
+const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
 const STATE: &str = "(SELECT state FROM resource_control.schedule_state)";
 
 /// Sees the schedule for the first time, and lets hours pass.
 #[track_caller]
 fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
-    assert_eq!(looked(schedule, pool), RunDue::Later(Duration::ZERO));
     assert_matches!(looked(schedule, pool), RunDue::Later(_));
     assert!(wait(make_tick_due(schedule, pool, HOUR * hours)).unwrap());
 }
@@ -51,88 +52,61 @@ fn crash(schedule: &Schedule, pool: &PgPool, conn: &mut PgConnection) {
         wait(schedule.run_due(pool, hourly, work!(|_tick| panics())))
     }));
     assert!(died.is_err());
-    eventually("a panic gives it to others", || {
-        text(conn, STATE) == "crashed"
-    });
+    eventually("it is stored", || text(conn, STATE) == "crashed");
+    // The tick is free when the lease has expired.
+    assert_matches!(looked(schedule, pool), RunDue::Later(_));
+    run(conn, EXPIRE);
 }
 
-/// Looks until the tick has run, which it does once and as the first attempt.
-#[track_caller]
-fn runs_once(schedule: &Schedule, pool: &PgPool, runs: &AtomicU64) {
-    eventually("it has run", || {
-        let look = wait(schedule.run_due(
-            pool,
-            hourly,
-            work!(|tick| {
-                assert_eq!(tick.attempt(), 1);
-                runs.fetch_add(1, Ordering::SeqCst);
-                Ok::<_, Error>(())
-            }),
-        ));
-        // Its end may have been stored before.
-        look.is_ok_and(|_| runs.load(Ordering::SeqCst) > 0)
-    });
-    assert_eq!(runs.load(Ordering::SeqCst), 1);
-}
-
-/// Whether a run that has begun holds the tick.
-fn is_held(conn: &mut PgConnection, name: &str) -> bool {
-    let held = format!(
-        "(SELECT attempt = 1 AND expires_at > clock_timestamp() FROM resource_control.schedule WHERE name = '{name}')"
-    );
-    truth(conn, &format!("COALESCE({held}, false)"))
-}
-
-/// At most one run is allowed, so a claim that counts as an attempt loses the tick.
+/// A single look has forgotten its number when the next one comes, so its tick waits for the lease.
+/// Another database has a schedule of the same name, which is not concerned.
 #[test]
-fn a_claim_whose_reply_is_lost_is_no_attempt_if_its_process_looks_again() {
-    let database = installed();
+fn a_claim_of_a_single_look_whose_reply_is_lost_counts_as_an_attempt_and_runs_again() {
+    let [database, other] = [installed(), installed()];
     let look = &mut database.connect();
+    let other_pool = pool(&other, 2);
     let proxy = RoundTrips::in_front_of(&database);
-    let (mut orphans, mut has_happened) = (Vec::new(), true);
-    let mut n = 0;
+    let (mut orphans, mut n, mut has_happened) = (0, 0, true);
     while has_happened {
         n += 1;
-        let schedule = Schedule::named("cut").after_crash(HOUR, 1).key(n);
+        let schedule = REPORT.key(n);
         let pool = make_pool(&proxy.url(), 2, Duration::from_secs(20));
-        due(&schedule, &pool, 1);
-        let (fault, runs) = (proxy.sever_at(n, When::BeforeReply), AtomicU64::new(0));
-        let first = wait(schedule.run_due(
-            &pool,
-            hourly,
-            work!(|_tick| {
-                runs.fetch_add(1, Ordering::SeqCst);
-                Ok::<_, Error>(())
-            }),
-        ));
-        let name = format!("cut {n}");
-        if first.is_err() && is_held(look, &name) {
-            assert_eq!(runs.load(Ordering::SeqCst), 0);
-            orphans.push(n);
+        for pool in [&pool, &other_pool] {
+            due(&schedule, pool, 1);
         }
-        runs_once(&schedule, &pool, &runs);
+        let (fault, attempts) = (proxy.sever_at(n, When::BeforeReply), AtomicU64::new(0));
+        let run_it = || {
+            wait(schedule.run_due(
+                &pool,
+                hourly,
+                work!(|tick| {
+                    attempts.fetch_add(1 << (16 * (tick.attempt() - 1)), Ordering::SeqCst);
+                    Ok::<_, Error>(())
+                }),
+            ))
+        };
+        let first = run_it();
         has_happened = fault.has_happened();
         proxy.disarm();
+        let held = format!(
+            "COALESCE((SELECT expires_at > clock_timestamp() FROM resource_control.schedule WHERE name = 'report {n}'), false)"
+        );
+        if first.is_err() && truth(look, &held) {
+            orphans += 1;
+            assert_eq!(attempts.load(Ordering::SeqCst), 0);
+            assert_matches!(run_it(), Ok(RunDue::Later(_)));
+            run(look, EXPIRE);
+            assert_eq!(run_it().unwrap(), RunDue::Ran);
+            assert_eq!(attempts.into_inner(), 1 << 16);
+        } else {
+            eventually("it has run", || {
+                run_it().is_ok_and(|_| attempts.load(Ordering::SeqCst) > 0)
+            });
+            assert_eq!(attempts.into_inner(), 1);
+        }
+        assert_eq!(looked(&schedule, &other_pool), RunDue::Ran);
     }
-    assert_eq!(orphans.len(), 1, "{orphans:?}");
-    let done = "(SELECT bool_and(attempt = 1 AND expires_at IS NULL AND error IS NULL) FROM resource_control.schedule)";
-    assert!(truth(look, done));
-
-    // The reply to any round trip of the next look is lost, too: it gives back once.
-    let (orphan, last) = (orphans[0], n);
-    for n in 1..=last {
-        let schedule = Schedule::named("cut twice").after_crash(HOUR, 1).key(n);
-        let pool = make_pool(&proxy.url(), 2, Duration::from_secs(20));
-        due(&schedule, &pool, 1);
-        let runs = AtomicU64::new(0);
-        let first = proxy.sever_at(orphan, When::BeforeReply);
-        let look_of_orphan = wait(schedule.run_due(&pool, hourly, work!(|_tick| panics())));
-        assert!(look_of_orphan.is_err() && first.has_happened());
-        proxy.sever_at(n, When::BeforeReply);
-        runs_once(&schedule, &pool, &runs);
-        proxy.disarm();
-    }
-    assert!(truth(look, done));
+    assert_eq!(orphans, 1);
 }
 
 #[test]
@@ -233,7 +207,7 @@ fn a_schedule_that_never_ran_can_be_paused() {
     assert!(wait(make_tick_due(&REPORT, &pool, 3 * HOUR)).unwrap());
     assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
     // Others are not.
-    assert_eq!(looked(&REPORT.key(7), &pool), RunDue::Later(Duration::ZERO));
+    assert_matches!(looked(&REPORT.key(7), &pool), RunDue::Later(_));
     assert!(wait(REPORT.resume(&pool)).unwrap());
     assert!(!wait(REPORT.resume(&pool)).unwrap());
     assert_eq!(looked(&REPORT, &pool), RunDue::Ran);
@@ -370,4 +344,450 @@ fn the_model_of_the_view_tells_since_when_a_schedule_is_paused() {
         panic!("there is one")
     };
     assert!(state.paused_at.is_none());
+}
+
+/// The columns of the only row.
+fn row(conn: &mut PgConnection, columns: &str) -> String {
+    text(
+        conn,
+        &format!("(SELECT concat_ws(' ', {columns}) FROM resource_control.schedule)"),
+    )
+}
+
+const PLAN: &str = "counted_from, next_at";
+
+/// Ticks at a fixed distance from those of `hourly`.
+fn beside(minutes: i64) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync {
+    let apart = TimeDelta::minutes(minutes);
+    move |after| Some(hourly(after - apart)? + apart)
+}
+
+/// Ticks once a day, so many hours after a tick of `hourly`.
+fn daily(hours: i64) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync {
+    let first = hourly(Utc::now()).unwrap() + TimeDelta::hours(hours - 1);
+    move |after| {
+        let days = (after - first).num_seconds().div_euclid(86400);
+        Some(first + TimeDelta::days(days + 1))
+    }
+}
+
+/// Looks with another expression, and runs what is due.
+#[track_caller]
+fn looked_by(
+    schedule: &Schedule,
+    pool: &PgPool,
+    next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Send + Sync,
+) -> RunDue {
+    wait(schedule.run_due(pool, next, work!(|_tick| Ok::<_, Error>(())))).unwrap()
+}
+
+#[test]
+fn who_registers_or_claims_stores_what_comes_next_and_who_ends_a_run_does_not() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    let next = hourly(Utc::now()).unwrap();
+    let is_next = |conn: &mut PgConnection, from: &str, hours: i64| {
+        let next = (next + TimeDelta::hours(hours)).to_rfc3339();
+        truth(
+            conn,
+            &format!(
+                "(SELECT counted_from {from} AND next_at = '{next}' FROM resource_control.schedule)"
+            ),
+        )
+    };
+    let RunDue::Later(rest) = looked(&REPORT, &pool) else {
+        panic!("nothing is due")
+    };
+    // The true rest, and not the longest pause of a loop.
+    assert!(rest > Duration::from_secs(60), "{rest:?}");
+    assert!(is_next(look, "<= clock_timestamp()", 0));
+    assert!(wait(make_tick_due(&REPORT, &pool, HOUR)).unwrap());
+    assert!(is_next(look, "<= clock_timestamp() - interval '1 h'", -1));
+    let ran = wait(REPORT.run_due(
+        &pool,
+        hourly,
+        work!(|_tick| {
+            assert!(is_next(look, "= tick", 0));
+            run(
+                look,
+                "UPDATE resource_control.schedule SET next_at = next_at + interval '1 h'",
+            );
+            Err::<(), _>("no luck")
+        }),
+    ));
+    assert_eq!(ran.unwrap(), RunDue::Ran);
+    assert!(is_next(look, "= tick", 1));
+}
+
+/// Its time was moved to some hours ago, or to later today.
+#[test]
+fn a_time_that_was_never_in_force_does_not_run_and_the_new_one_does() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    for (index, catch_up) in [CatchUp::Latest, CatchUp::Skip(48 * HOUR), CatchUp::All(100)]
+        .into_iter()
+        .enumerate()
+    {
+        for (hours, earlier) in [(5, -8), (5, 9)] {
+            let schedule = REPORT.key(index).key(earlier).catch_up(catch_up);
+            run(look, "DELETE FROM resource_control.schedule");
+            assert_matches!(looked_by(&schedule, &pool, daily(hours)), RunDue::Later(_));
+            assert!(wait(make_tick_due(&schedule, &pool, 24 * HOUR)).unwrap());
+            assert_eq!(looked_by(&schedule, &pool, daily(hours)), RunDue::Ran);
+            let before = row(look, "counted_from");
+            // Both ways: sooner, and later.
+            for edited in [earlier, hours, earlier] {
+                assert_matches!(looked_by(&schedule, &pool, daily(edited)), RunDue::Later(_));
+                let next = daily(edited)(Utc::now()).unwrap().to_rfc3339();
+                let stored = format!("(SELECT next_at = '{next}' FROM resource_control.schedule)");
+                assert!(truth(look, &stored), "{catch_up:?}, {edited}");
+            }
+            assert_eq!(row(look, "counted_from"), before);
+            let far = Duration::from_secs(86400);
+            assert!(wait(make_tick_due(&schedule, &pool, far)).unwrap());
+            assert_eq!(looked_by(&schedule, &pool, daily(earlier)), RunDue::Ran);
+        }
+    }
+}
+
+/// Nobody was up for four hours, and then comes another version.
+#[test]
+fn a_due_tick_of_another_expression_runs_alone() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    for (index, catch_up) in [CatchUp::Latest, CatchUp::All(100)].into_iter().enumerate() {
+        let schedule = REPORT.key(index).catch_up(catch_up);
+        run(look, "DELETE FROM resource_control.schedule");
+        due(&schedule, &pool, 5);
+        let edited = beside(10);
+        let expected = hourly(Utc::now() - 5 * HOUR).unwrap();
+        let ran = wait(schedule.run_due(
+            &pool,
+            edited,
+            work!(|tick| {
+                assert_eq!((tick.at(), tick.missed()), (expected, 0));
+                Ok::<_, Error>(())
+            }),
+        ));
+        assert_eq!(ran.unwrap(), RunDue::Ran, "{catch_up:?}");
+        assert_matches!(looked_by(&schedule, &pool, edited), RunDue::Later(_));
+        assert!(truth(
+            look,
+            "(SELECT counted_from = tick AND next_at > clock_timestamp() FROM resource_control.schedule)"
+        ));
+    }
+}
+
+#[test]
+fn a_tick_that_is_too_old_is_passed_over_in_the_row_too() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    let schedule = REPORT
+        .clone()
+        .catch_up(CatchUp::Skip(Duration::from_micros(1)));
+    due(&schedule, &pool, 5);
+    assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+    assert!(truth(
+        look,
+        "(SELECT next_at - counted_from = interval '1 h' AND next_at > clock_timestamp() AND tick IS NULL FROM resource_control.schedule)"
+    ));
+}
+
+/// The look that would register the schedule finds what a pause has registered.
+#[test]
+fn a_schedule_that_a_pause_has_registered_counts_from_its_first_look() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    assert!(wait(REPORT.pause(&pool)).unwrap());
+    assert!(truth(
+        look,
+        "(SELECT next_at IS NULL FROM resource_control.schedule)"
+    ));
+    // It was paused long ago.
+    run(
+        look,
+        "UPDATE resource_control.schedule SET counted_from = counted_from - interval '5 h'",
+    );
+    assert!(wait(REPORT.resume(&pool)).unwrap());
+    assert_matches!(looked(&REPORT, &pool), RunDue::Later(_));
+    let no_more = |_: DateTime<Utc>| None;
+    assert_eq!(looked_by(&REPORT, &pool, no_more), RunDue::Never);
+    assert!(truth(
+        look,
+        "(SELECT next_at = 'infinity' FROM resource_control.schedule)"
+    ));
+    assert!(truth(
+        look,
+        "(SELECT next_at IS NULL FROM resource_control.schedule_state)"
+    ));
+    // There are ticks again.
+    assert_matches!(looked(&REPORT, &pool), RunDue::Later(_));
+}
+
+/// Runs what is due, which fails.
+#[track_caller]
+fn failed(schedule: &Schedule, pool: &PgPool, attempt: i32) {
+    let ran = wait(schedule.run_due(
+        pool,
+        hourly,
+        work!(|tick| {
+            assert_eq!(tick.attempt(), attempt);
+            Err::<(), _>("no luck")
+        }),
+    ));
+    assert_eq!(ran.unwrap(), RunDue::Ran);
+}
+
+#[test]
+fn a_failed_tick_is_retried_after_a_pause_that_doubles_and_so_many_times() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    let schedule = REPORT.clone().retry(3, 10 * HOUR);
+    due(&schedule, &pool, 1);
+    for (attempt, pause) in [(1, 10), (2, 20), (3, 24)] {
+        failed(&schedule, &pool, attempt);
+        let stored = format!(
+            "(SELECT retry_at - ended_at BETWEEN interval '{pause} h -1 min' AND interval '{pause} h 1 min' AND state = 'failed' AND error = 'no luck' AND expires_at IS NULL FROM resource_control.schedule_state)"
+        );
+        assert!(truth(look, &stored), "{attempt}");
+        assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+        run(look, EXPIRE);
+        // Only a handle with `retry` does so, and a pause holds it.
+        assert_matches!(looked(&REPORT, &pool), RunDue::Later(_));
+        assert!(wait(schedule.pause(&pool)).unwrap());
+        assert_eq!(looked(&schedule, &pool), RunDue::Paused);
+        assert!(wait(schedule.resume(&pool)).unwrap());
+    }
+    failed(&schedule, &pool, 4);
+    assert!(truth(
+        look,
+        "(SELECT retry_at IS NULL AND state = 'failed' FROM resource_control.schedule_state)"
+    ));
+    assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+    // The next tick begins anew.
+    assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
+    assert_eq!(looked(&schedule, &pool), RunDue::Ran);
+}
+
+#[test]
+fn a_newer_tick_replaces_a_retry_except_under_all() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    for catch_up in [CatchUp::Latest, CatchUp::Skip(48 * HOUR), CatchUp::All(100)] {
+        run(look, "DELETE FROM resource_control.schedule");
+        let schedule = REPORT.clone().catch_up(catch_up).retry(1, HOUR);
+        due(&schedule, &pool, 1);
+        failed(&schedule, &pool, 1);
+        assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
+        if matches!(catch_up, CatchUp::All(_)) {
+            // Also what was asked for waits.
+            assert!(wait(schedule.trigger(&pool)).unwrap());
+            assert_matches!(looked(&schedule, &pool), RunDue::Later(rest) if *rest <= HOUR);
+            run(look, EXPIRE);
+            failed(&schedule, &pool, 2);
+            assert_eq!(looked(&schedule, &pool), RunDue::Ran);
+        }
+        assert_eq!(looked(&schedule, &pool), RunDue::Ran);
+        assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+    }
+}
+
+#[test]
+fn crashes_and_failures_of_a_tick_are_counted_apart() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    let schedule = REPORT.clone().after_crash(HOUR, 2).retry(1, HOUR);
+    let attempt = AtomicU64::new(0);
+    let dies = || {
+        let died = catch_unwind(AssertUnwindSafe(|| {
+            wait(schedule.run_due(
+                &pool,
+                hourly,
+                work!(|tick| {
+                    attempt.store(tick.attempt() as u64, Ordering::SeqCst);
+                    panics()
+                }),
+            ))
+        }));
+        assert!(died.is_err());
+    };
+    due(&schedule, &pool, 1);
+    dies();
+    eventually("it is stored", || text(look, STATE) == "crashed");
+    run(look, EXPIRE);
+    failed(&schedule, &pool, 2);
+    run(look, EXPIRE);
+    dies();
+    eventually("it is stored", || text(look, STATE) == "crashed");
+    assert_eq!(attempt.into_inner(), 3);
+    run(look, EXPIRE);
+    assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+}
+
+#[test]
+fn a_triggered_run_changes_nothing_of_what_comes_next() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    due(&REPORT, &pool, 3);
+    assert!(wait(REPORT.pause(&pool)).unwrap());
+    let before = row(look, PLAN);
+    // Two before one is taken are one.
+    assert!(wait(REPORT.trigger(&pool)).unwrap());
+    assert!(!wait(REPORT.trigger(&pool)).unwrap());
+    let asked = row(look, "triggered_at");
+    // Also while the schedule is paused. One more is asked for during the run.
+    let ran = wait(REPORT.run_due(
+        &pool,
+        hourly,
+        work!(|tick| {
+            assert!(tick.at() > Utc::now() - HOUR && tick.missed() == 0);
+            assert_eq!(row(look, "tick"), asked);
+            assert!(reply!(REPORT.trigger(&pool))?);
+            let others = reply!(REPORT.run_due(&pool, hourly, work!(|_tick| panics())))?;
+            assert_matches!(others, RunDue::Later(_));
+            Ok::<_, Error>(())
+        }),
+    ));
+    assert_eq!(ran.unwrap(), RunDue::Ran);
+    assert_eq!(looked(&REPORT, &pool), RunDue::Ran);
+    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
+    assert_eq!(row(look, PLAN), before);
+    // A crash of it runs again, as that of any other.
+    assert!(wait(REPORT.trigger(&pool)).unwrap());
+    let died = catch_unwind(AssertUnwindSafe(|| {
+        wait(REPORT.run_due(&pool, hourly, work!(|_tick| panics())))
+    }));
+    assert!(died.is_err());
+    eventually("it is stored", || text(look, STATE) == "crashed");
+    run(look, EXPIRE);
+    let attempt = AtomicU64::new(0);
+    let ran = wait(REPORT.run_due(
+        &pool,
+        hourly,
+        work!(|tick| {
+            attempt.store(tick.attempt() as u64, Ordering::SeqCst);
+            Ok::<_, Error>(())
+        }),
+    ));
+    assert_eq!((ran.unwrap(), attempt.into_inner()), (RunDue::Ran, 2));
+    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
+    // What was missed is missed still.
+    assert_eq!(row(look, PLAN), before);
+    assert!(wait(REPORT.resume(&pool)).unwrap());
+    let missed = AtomicU64::new(0);
+    let ran = wait(REPORT.run_due(
+        &pool,
+        hourly,
+        work!(|tick| {
+            missed.store(tick.missed().into(), Ordering::SeqCst);
+            Ok::<_, Error>(())
+        }),
+    ));
+    assert_eq!((ran.unwrap(), missed.into_inner()), (RunDue::Ran, 2));
+    // A schedule that never ran runs, too, and has its ticks.
+    let other = REPORT.key("other");
+    assert!(wait(other.trigger(&pool)).unwrap());
+    assert_eq!(looked(&other, &pool), RunDue::Ran);
+    assert_matches!(looked(&other, &pool), RunDue::Later(_));
+}
+
+/// On a slow machine a run may be lost before it is too long.
+#[test]
+fn a_run_that_is_too_long_is_told_and_its_tick_is_free_when_the_work_has_stopped() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    let limit = Duration::from_secs(4);
+    let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
+    due(&schedule, &pool, 1);
+    eventually("it was too long, and was not lost before", || {
+        let ran = wait(schedule.run_due(
+            &pool,
+            hourly,
+            work!(|tick| {
+                assert!(reply!(tick.wait_for_loss(Duration::MAX)));
+                Ok::<_, Error>(())
+            }),
+        ));
+        matches!(ran, Err(Error::PermitLost(_)))
+            && truth(
+                look,
+                "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' AND expires_at <= clock_timestamp() FROM resource_control.schedule_state)",
+            )
+    });
+    let again = wait(schedule.run_due(
+        &pool,
+        hourly,
+        work!(|tick| {
+            assert!(tick.attempt() > 1);
+            Ok::<_, Error>(())
+        }),
+    ));
+    assert_eq!(again.unwrap(), RunDue::Ran);
+    assert_eq!(text(look, STATE), "done");
+}
+
+#[test]
+fn others_look_more_seldom_the_longer_a_run_lasts() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let look = &mut database.connect();
+    due(&REPORT, &pool, 1);
+    let ran = wait(REPORT.run_due(
+        &pool,
+        hourly,
+        work!(|_tick| {
+            let mut rests = Vec::new();
+            for minutes in [0, 4, 40] {
+                run(
+                    look,
+                    &format!("UPDATE resource_control.schedule SET started_at = started_at - interval '{minutes} min'"),
+                );
+                let others = reply!(REPORT.run_due(&pool, hourly, work!(|_tick| panics())))?;
+                let RunDue::Later(rest) = others else {
+                    panic!("{others:?}")
+                };
+                rests.push(rest);
+            }
+            let [first, second, third] = rests[..] else {
+                unreachable!()
+            };
+            assert!(first >= Duration::from_secs(1) && second >= Duration::from_secs(30));
+            assert!(first < second && third == Duration::from_secs(60), "{rests:?}");
+            Ok::<_, Error>(())
+        }),
+    ));
+    assert_eq!(ran.unwrap(), RunDue::Ran);
+}
+
+#[test]
+fn limits_that_mean_nothing_are_bad_input() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    for bad in [
+        REPORT.clone().retry(0, HOUR),
+        REPORT.clone().retry(3, Duration::ZERO),
+        REPORT.clone().retry(3, Duration::MAX),
+        REPORT.clone().longest(HOUR - Duration::from_micros(1)),
+    ] {
+        let ran = wait(bad.run_due(&pool, hourly, work!(|_tick| panics())));
+        assert_matches!(ran, Err(Error::Input(_)));
+        assert_matches!(wait(bad.trigger(&pool)), Err(Error::Input(_)));
+    }
+    assert_eq!(
+        number(
+            &mut database.connect(),
+            "(SELECT count(*) FROM resource_control.schedule)"
+        ),
+        0
+    );
 }

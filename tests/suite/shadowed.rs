@@ -104,7 +104,7 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
         );
         run(
             conn,
-            "UPDATE resource_control.schedule SET tick = tick - interval '2 hours'",
+            "UPDATE resource_control.schedule SET counted_from = counted_from - interval '2 hours', next_at = next_at - interval '2 hours'",
         );
     }
     assert!(wait(REPORT.pause(&pool)).unwrap());

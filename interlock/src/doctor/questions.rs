@@ -322,11 +322,12 @@ pub(crate) const VIEWS: &[&str] = &[
 pub(crate) const TABLES: &[&str] = &[
     // A clock that was ahead, of a former primary or before it was set back.
     "SELECT 'warn' AS level, format('the schedule %s has a tick of the future, %s, before which '
-        'nothing runs', name, tick) AS found,
+        'nothing runs', name, counted_from) AS found,
         'if the clock was wrong' AS why,
-        format('UPDATE resource_control.schedule SET tick = clock_timestamp() WHERE name = %L;',
-            name) AS sql
-        FROM resource_control.schedule WHERE tick > clock_timestamp() + interval '10 seconds'",
+        format('UPDATE resource_control.schedule SET counted_from = clock_timestamp(), next_at = '
+            'NULL WHERE name = %L;', name) AS sql
+        FROM resource_control.schedule WHERE counted_from > clock_timestamp() + interval
+            '10 seconds'",
     "SELECT 'warn' AS level, format('%s throttles were granted in the future, such as %s at %s: '
             'each denies until then', all_of_them, names[1], latest) AS found,
         'if the clock was wrong' AS why,

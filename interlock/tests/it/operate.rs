@@ -266,7 +266,7 @@ fn pause_and_resume_change_a_schedule_that_is_known() {
         }
     }
     for unknown in ["Hourly", "hourl", "%"] {
-        for operation in ["pause", "resume"] {
+        for operation in ["pause", "resume", "trigger"] {
             assert_eq!(status(&format!("{operation} {unknown}")), Some(2));
         }
     }
@@ -277,6 +277,44 @@ fn pause_and_resume_change_a_schedule_that_is_known() {
         3,
         "a misspelt name makes no schedule"
     );
+}
+
+#[test]
+fn trigger_asks_for_one_run_and_ps_shows_what_comes_next() {
+    let database = Database::new();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql(
+        "INSERT INTO resource_control.schedule
+            (name, tick, next_at, attempt, started_at, ended_at, expires_at, error) VALUES
+            ('daily', '2026-03-01 03:00Z', '2026-03-02 03:00Z', 1, now(), now(), '2026-03-01 04:00Z', 'no luck'),
+            ('never', '2026-03-01 03:00Z', 'infinity', 1, now(), now(), NULL, NULL)",
+    );
+    let mut shown = |name: &str, column: &str| {
+        let (_, shown) = printed(&mut interlock(url, "ps --json"));
+        let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+        let schedules = shown["schedules"].as_array().unwrap();
+        let of = schedules.iter().find(|it| it["name"] == name).unwrap();
+        of[column]
+            .as_str()
+            .map(|text| text.chars().take(16).collect::<String>())
+    };
+    assert_eq!(shown("daily", "next").unwrap(), "2026-03-02T03:00");
+    assert_eq!(shown("daily", "retry").unwrap(), "2026-03-01T04:00");
+    assert_eq!(shown("daily", "error").unwrap(), "no luck");
+    assert_eq!(shown("never", "next"), None);
+    assert_eq!(shown("never", "retry"), None);
+    for _ in 0..2 {
+        assert_eq!(printed(&mut interlock(url, "trigger daily")).0, Some(0));
+        assert_eq!(
+            session.text(
+                "SELECT string_agg(name, ',') FROM resource_control.schedule WHERE triggered_at <= clock_timestamp()"
+            ),
+            "daily"
+        );
+    }
+    assert_ne!(shown("daily", "next").unwrap(), "2026-03-02T03:00");
 }
 
 #[test]
@@ -714,7 +752,7 @@ fn doctor_names_what_a_failover_loses() {
     conn.batch_execute(
         "SELECT resource_control.claim_service_request('x', 1, '1 day');
          UPDATE resource_control.service_request SET created_at = created_at + interval '1 hour';
-         INSERT INTO resource_control.schedule (name, tick) VALUES ('hourly', now() + interval '1 hour')",
+         INSERT INTO resource_control.schedule (name, counted_from) VALUES ('hourly', now() + interval '1 hour')",
     )
     .unwrap();
     doctor_says(

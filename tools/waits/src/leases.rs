@@ -138,6 +138,7 @@ fn claim<M: Mode>(network: Network) -> (Arc<Lease<Wire<M>>>, Arc<Mutex<Server>>)
         },
         timeout: TIMEOUT,
         renewal,
+        longest: None,
         sent,
     });
     (lease, server)

@@ -4,8 +4,6 @@
 // runs takes the next tick itself.
 
 mod due;
-#[cfg(test)]
-mod histories;
 mod look;
 mod sql;
 mod tick;

@@ -51,11 +51,11 @@ pub mod resource_control {
         /// What comes next in each schedule, and the tick that ran last, with how it ended.
         resource_control.schedule (name) {
             name -> Text,
-            /// What next_at was counted from: the last scheduled tick, or the first look.
+            /// What the next tick is counted from: the last scheduled tick, or the first look.
             counted_from -> Timestamptz,
             /// The next scheduled tick. Infinity if there is none, null if not known.
             next_at -> Nullable<Timestamptz>,
-            /// The tick that was taken last. Later than counted_from if it was asked for.
+            /// The tick that was taken last: scheduled, or the moment when it was asked for.
             tick -> Nullable<Timestamptz>,
             /// How many runs of this tick have begun, without those that gave it back.
             attempt -> Int4,

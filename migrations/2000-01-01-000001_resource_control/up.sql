@@ -668,11 +668,11 @@ CREATE TABLE IF NOT EXISTS resource_control.schedule (
 COMMENT ON TABLE resource_control.schedule IS
     'What comes next in each schedule, and the tick that ran last, with how it ended.';
 COMMENT ON COLUMN resource_control.schedule.counted_from IS
-    'What next_at was counted from: the last scheduled tick, or the first look.';
+    'What the next tick is counted from: the last scheduled tick, or the first look.';
 COMMENT ON COLUMN resource_control.schedule.next_at IS
     'The next scheduled tick. Infinity if there is none, null if not known.';
 COMMENT ON COLUMN resource_control.schedule.tick IS
-    'The tick that was taken last. Later than counted_from if it was asked for.';
+    'The tick that was taken last: scheduled, or the moment when it was asked for.';
 COMMENT ON COLUMN resource_control.schedule.attempt IS
     'How many runs of this tick have begun, without those that gave it back.';
 COMMENT ON COLUMN resource_control.schedule.failed IS

@@ -252,6 +252,9 @@ pub fn every(
 }
 
 #[cfg(test)]
+mod histories;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

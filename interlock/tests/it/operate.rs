@@ -291,7 +291,7 @@ fn trigger_asks_for_one_run_and_ps_shows_what_comes_next() {
             ('daily', '2026-03-01 03:00Z', '2026-03-02 03:00Z', 1, now(), now(), '2026-03-01 04:00Z', 'no luck'),
             ('never', '2026-03-01 03:00Z', 'infinity', 1, now(), now(), NULL, NULL)",
     );
-    let mut shown = |name: &str, column: &str| {
+    let shown = |name: &str, column: &str| {
         let (_, shown) = printed(&mut interlock(url, "ps --json"));
         let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
         let schedules = shown["schedules"].as_array().unwrap();

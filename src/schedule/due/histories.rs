@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
-use super::due::{Amendment, CatchUp, Due, Observer, Plan};
+use super::{Amendment, CatchUp, Due, Observer, Plan};
 
 const HISTORIES: u64 = 20_000;
 

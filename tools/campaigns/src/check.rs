@@ -2,18 +2,18 @@
 //!
 //! | What | Never |
 //! |---|---|
-//! | a session lock | two holders at once whose releases were confirmed |
+//! | a session lock | two holders at once, both with a confirmed release |
 //! | a transaction lock | a server booked twice in a round |
-//! | permits | more than N believed in at once |
-//! | a kept permit, a leader, a schedule | two believed in at once, or a token that is not larger than that of the one before |
-//! | a schedule | a tick that did not run, or ran again although it neither crashed nor was given back; a wrong attempt |
+//! | permits | more than N trusted at once |
+//! | a kept permit, a leader, a schedule | two trusted at once; a token not larger than its predecessor's |
+//! | a schedule | a tick that did not run; a second run of a tick that neither crashed nor was given back; a wrong attempt |
 //! | a throttle | two grants closer than the interval |
 //! | a rate limit | more than burst + N in a period |
 //! | each kind of work | fewer than `minimum.rs` demands |
-//! | the database, in the end | a lock, an open transaction, a slot with two holders or with tokens out of order |
+//! | the database, at the end | a lock, an open transaction, a slot with two holders or with tokens out of order |
 //!
-//! A process that was stopped (SIGSTOP) may have believed for too long: that is counted, and is no fault. All times are by the clock
-//! of this machine, which is that of the database.
+//! A suspended process (SIGSTOP) cannot notice a loss in time, so its overlaps are counted, and are
+//! no failure. All times are by the clock of this machine, where the database runs, too.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
@@ -60,7 +60,7 @@ pub(crate) fn all(
     minimum::check(campaign, records, database, length)
 }
 
-/// No more than so many at any moment, except processes that were stopped.
+/// Fails if more than `n` were held at any moment. Processes that were suspended do not count.
 fn at_most(n: usize, name: &str, held: &[Held]) -> Checked {
     if let Some(at) = too_many(n, held.iter().filter(|held| !held.was_stopped)).first() {
         return Err(format!("{name}: more than {n} at once, at {at}").into());
@@ -72,7 +72,7 @@ fn at_most(n: usize, name: &str, held: &[Held]) -> Checked {
     Ok(())
 }
 
-/// When one more began than may be.
+/// The times at which a holding began while `n` others were held already.
 pub(crate) fn too_many<'a>(n: usize, held: impl Iterator<Item = &'a Held>) -> Vec<i64> {
     let mut changes: Vec<(i64, i32)> = held
         .filter(|held| held.to > held.from)
@@ -87,7 +87,7 @@ pub(crate) fn too_many<'a>(n: usize, held: impl Iterator<Item = &'a Held>) -> Ve
     changes.into_iter().map(|(at, _)| at).collect()
 }
 
-/// One after the other, except processes that were stopped.
+/// Sorted by their beginning, without those of processes that were suspended.
 fn in_order(held: &[Held]) -> Vec<Held> {
     let mut held: Vec<_> = held
         .iter()
@@ -108,7 +108,7 @@ fn tokens(name: &str, held: &[Held]) -> Checked {
     }
 }
 
-/// How they ended, and how long it took until there was another one.
+/// Prints how holdings ended, and how long it took until the next one began.
 pub(crate) fn ends(name: &str, held: &[Held]) {
     for end in [End::Done, End::Left, End::Lost, End::Killed] {
         let held = in_order(held);
@@ -199,31 +199,32 @@ fn ticks(campaign: Campaign, records: &Records) -> Checked {
     Ok(())
 }
 
-/// Whether a run may follow another one. One between them may have been killed before it wrote something.
+/// Fails if `next` must not follow `run`. A gap in the tokens is a run that was killed before it
+/// wrote its first line.
 fn follows(campaign: Campaign, run: &Run, next: &Run) -> Result<(), &'static str> {
     let between = next.held.token - run.held.token - 1;
     let attempts = i64::from(next.attempt - run.attempt);
     if next.tick < run.tick {
-        return Err("an earlier tick");
+        return Err("an earlier tick ran later");
     }
     if next.tick > run.tick {
         let is_right = next.attempt >= 1 && i64::from(next.attempt) <= 1 + between;
         return if is_right {
             Ok(())
         } else {
-            Err("the first attempt")
+            Err("the attempt of a new tick is wrong")
         };
     }
     let is_right = match run.held.end {
-        // Its end could not be stored, or it crashed.
+        // The end was not stored, so it counts as a crash.
         End::Done | End::Killed => attempts >= 1,
         End::Left | End::Lost => attempts >= 0,
     };
     if !is_right || attempts > 1 + between {
-        return Err("the attempt");
+        return Err("the attempt of a repeated tick is wrong");
     }
     if campaign == Campaign::Schedules && run.held.end == End::Done && !run.was_killed {
-        return Err("it was done");
+        return Err("a tick that was done ran again");
     }
     Ok(())
 }
@@ -241,7 +242,7 @@ pub(crate) fn in_database(database: &Endpoint) -> Checked {
             if Instant::now() > end {
                 return Err(format!("{found} {what}").into());
             }
-            // Sessions of processes that have just ended.
+            // Sessions of processes that have just ended may need a moment.
             thread::sleep(Duration::from_millis(50));
         }
     };

@@ -1,4 +1,4 @@
-//! Failovers: a primary and its standby, which is promoted while processes are at work, round after round.
+//! Failovers: in each round the standby of a primary is promoted while processes are at work.
 
 mod check;
 mod disturb;
@@ -28,11 +28,12 @@ use crate::worker::{self, Campaign};
 /// How the primary changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// The standby is asynchronous, and was cut off a moment before the primary crashed.
+    /// The standby is asynchronous, and is cut off a moment before the primary crashes.
     LostCommits,
     /// The primary of a synchronous standby crashes.
     Crash,
-    /// The primary of a synchronous standby refuses to write while clients are connected to it, and is stopped later.
+    /// The primary of a synchronous standby refuses writes while clients are still connected to it,
+    /// and is stopped later.
     ReadOnly,
     /// The primary of a synchronous standby lives on, with half of the clients.
     SplitBrain,
@@ -61,20 +62,20 @@ impl Kind {
     }
 }
 
-/// What happened, in microseconds since 1970.
+/// A failover. Times are in microseconds since 1970.
 #[derive(Debug, Clone, Copy)]
 struct Round {
     kind: Kind,
     /// Before anything was done to the servers.
     began: i64,
-    /// When each half of the clients was led to the new primary.
+    /// When each half of the clients was redirected to the new primary.
     switched: [i64; 2],
-    /// When the old primary had stopped and all clients were led to the new one.
+    /// When the old primary had stopped and all clients had been redirected.
     ended: i64,
 }
 
 impl Round {
-    /// How long it took until all clients were led to the new primary.
+    /// How long it took until all clients were redirected to the new primary.
     fn seconds(&self) -> f64 {
         (self.switched[0].max(self.switched[1]) - self.began) as f64 / 1e6
     }
@@ -115,7 +116,7 @@ pub(crate) fn run(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
         let kind = kinds.pop().ok_or("there are kinds")?;
         let standby = primary.standby();
         if kind != Kind::LostCommits {
-            wait_for_standby(&primary)?;
+            make_synchronous(&primary)?;
         }
         pause(2000..5000);
         let (is_over, seed) = (AtomicBool::new(false), fastrand::u64(..));
@@ -131,34 +132,34 @@ pub(crate) fn run(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
             round
         })?;
         println!(
-            "{kind:?}: all clients were led to the new primary after {:.1} s",
+            "{kind:?}: all clients were redirected to the new primary after {:.1} s",
             round.seconds()
         );
         rounds.push(round);
         let old = std::mem::replace(&mut primary, standby);
-        // The records are in the directory of the first one.
+        // The records are in the first primary's directory, which its drop would remove.
         first.get_or_insert(old);
         disturber.check_alive()?;
     }
-    // So that everybody has time to come back.
+    // All clients have time to reconnect.
     thread::sleep(Duration::from_secs(3));
     let length = start.elapsed();
-    let done = disturber.finish()?;
-    let records = record::read_all(&directory, &done)?;
+    let faults = disturber.finish()?;
+    let records = record::read_all(&directory, &faults)?;
     check::all(
         &rounds,
         &records,
-        &done,
+        &faults,
         &primary.endpoint("postgres"),
         length,
     )
 }
 
-/// Makes the directory of what the processes write down, in one that goes away by itself.
+/// Creates the directory of the records inside a cluster's directory, which is removed at the end.
 fn directory_of_records(directory: &Path) -> Result<PathBuf, Box<dyn Error>> {
     let records = directory.join("records");
     std::fs::create_dir_all(&records)?;
-    // The owner of the directory removes it, also after a kill.
+    // The watcher that removes the directory after a kill runs as the directory's owner.
     let owner = std::fs::metadata(directory)?;
     std::os::unix::fs::chown(&records, Some(owner.uid()), None)?;
     Ok(records)
@@ -177,15 +178,15 @@ fn pause(milliseconds: std::ops::Range<u64>) {
     thread::sleep(Duration::from_millis(fastrand::u64(milliseconds)));
 }
 
-/// Changes a setting of a server that runs.
+/// Changes a setting of a running server.
 fn set(cluster: &Cluster, name: &str, value: &str) -> QueryResult<()> {
     let mut conn = connect(cluster);
     conn.batch_execute(&format!("ALTER SYSTEM SET {name} = '{value}'"))?;
     conn.batch_execute("SELECT pg_reload_conf()")
 }
 
-/// Makes the only standby of a primary a synchronous one.
-fn wait_for_standby(primary: &Cluster) -> Result<(), Box<dyn Error>> {
+/// Makes the standby synchronous, and waits until it is.
+fn make_synchronous(primary: &Cluster) -> Result<(), Box<dyn Error>> {
     set(primary, "synchronous_standby_names", "*")?;
     let is_synchronous = "EXISTS (SELECT FROM pg_stat_replication
         WHERE sync_state = 'sync' AND state = 'streaming')";
@@ -212,7 +213,7 @@ fn fail_over(
         true => primary.kill(),
         false => primary.stop(StopMode::Immediate),
     };
-    // Returns when clients may have got there.
+    // Returns the time from which on clients use the new primary.
     let switch = |half: usize| {
         for proxy in proxies.iter().skip(half).step_by(2) {
             proxy.switch_to(&new);
@@ -251,10 +252,10 @@ fn fail_over(
             [first, switch(1)]
         }
         Kind::Switchover { .. } | Kind::NodeCrash { .. } | Kind::Hang { .. } => {
-            return Err("this is Patroni's".into());
+            return Err("only Patroni does that".into());
         }
     };
-    // A proxy keeps no connection to a server that has ended.
+    // Connections to a server that has stopped are closed.
     if kind != Kind::ReadOnly {
         proxies.iter().for_each(RoundTrips::sever);
     }

@@ -1,4 +1,4 @@
-//! What goes wrong, at random.
+//! Injects random faults.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use diesel::connection::SimpleConnection;
 use workbench::{Cluster, Database, RoundTrips, StopMode};
 
 use crate::processes::Processes;
-use crate::record::{Done, now};
+use crate::record::{Faults, now};
 use crate::worker::Campaign;
 
 pub(crate) struct Injector<'a> {
@@ -18,7 +18,7 @@ pub(crate) struct Injector<'a> {
     database: &'a Database,
     proxies: &'a [RoundTrips],
     processes: Processes,
-    done: Done,
+    faults: Faults,
 }
 
 impl<'a> Injector<'a> {
@@ -36,7 +36,7 @@ impl<'a> Injector<'a> {
             database,
             proxies,
             processes: Processes::new(campaign, urls, directory),
-            done: Done::default(),
+            faults: Faults::default(),
         }
     }
 
@@ -61,34 +61,34 @@ impl<'a> Injector<'a> {
         Ok(())
     }
 
-    /// Lets the processes end, which check that their pools are at full strength.
-    pub(crate) fn finish(mut self) -> Result<Done, Box<dyn Error>> {
+    /// Ends the processes, each of which checks its pool.
+    pub(crate) fn finish(mut self) -> Result<Faults, Box<dyn Error>> {
         self.processes.finish()?;
-        Ok(self.done)
+        Ok(self.faults)
     }
 
     fn kill(&mut self) -> Result<(), Box<dyn Error>> {
         let number = fastrand::usize(..self.campaign.processes());
         let record = self.processes.replace(number)?;
         println!("kill -9 of worker {number}");
-        self.done.killed.insert(record, now());
+        self.faults.killed.insert(record, now());
         Ok(())
     }
 
-    /// Suspends a process, for longer than what it holds lasts, sometimes.
+    /// Suspends a process, sometimes for longer than a timeout.
     fn stop(&mut self) -> Result<(), Box<dyn Error>> {
         let number = fastrand::usize(..self.campaign.processes());
-        let length = self.longer_than_a_timeout();
+        let length = self.random_length();
         println!("stop worker {number} for {length:?}");
         let (from, to) = self.processes.suspend(number, length)?;
         let record = self.processes.record(number).to_owned();
-        self.done.stopped.push((record, from, to));
+        self.faults.stopped.push((record, from, to));
         Ok(())
     }
 
-    /// Lets everything wait that writes to the tables of permits and schedules, for longer than permits last, sometimes.
+    /// Blocks writes to the tables of permits and schedules, sometimes for longer than a timeout.
     fn slow_down(&self) {
-        let length = self.longer_than_a_timeout();
+        let length = self.random_length();
         println!("nothing is written for {length:?}");
         let sql = format!(
             "BEGIN; LOCK TABLE resource_control.service_request, resource_control.schedule IN SHARE MODE;
@@ -98,26 +98,26 @@ impl<'a> Injector<'a> {
         let _ = self.database.connect().batch_execute(&sql);
     }
 
-    /// Sometimes.
-    fn longer_than_a_timeout(&self) -> Duration {
+    /// Up to 1.7 timeouts, so longer than one in four cases of ten.
+    fn random_length(&self) -> Duration {
         self.campaign.timeout().mul_f64(fastrand::f64() * 1.7)
     }
 
-    /// Ends or cancels what random sessions of the workers do.
+    /// Terminates or cancels a random fifth of the workers' sessions.
     fn signal(&self, what: &str) {
         let sql = format!(
             "SELECT pg_{what}_backend(pid) FROM pg_stat_activity WHERE datname = current_database()
                 AND pid <> pg_backend_pid() AND random() < 0.2"
         );
         println!("{what} sessions");
-        // The server may have been restarted meanwhile.
+        // Fails if it terminates this session, or if the server was just restarted.
         let _ = self.database.connect().batch_execute(&sql);
     }
 
-    /// For longer than permits last, sometimes.
+    /// Cuts the network of a process, sometimes for longer than a timeout.
     fn cut(&self) {
         let number = fastrand::usize(..self.proxies.len());
-        let length = self.longer_than_a_timeout();
+        let length = self.random_length();
         println!("cut the network of worker {number} for {length:?}");
         self.proxies[number].cut();
         thread::sleep(length);

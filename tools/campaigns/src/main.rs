@@ -1,8 +1,10 @@
-//! A campaign of faults: processes use locks, permits, leaders, schedules, throttles and rate limits, blocking and asynchronous, while
-//! they are killed and stopped, their sessions terminated, their statements and futures cancelled, their network cut, their pools
-//! exhausted, and the server slowed down and restarted.
+//! Runs campaigns of faults. Processes use locks, permits, leaders, schedules, throttles and rate
+//! limits over all three pools. Meanwhile they are killed and suspended, their sessions terminated,
+//! their statements and futures cancelled, their network cut, their pools exhausted, and the server
+//! is slowed down and restarted.
 //!
-//! Every process writes down what it was granted, and when. In the end the records and the database are checked: see `check.rs`.
+//! Every process records each grant and its time. At the end, `check.rs` checks the records and the
+//! database.
 
 mod check;
 mod failover;
@@ -26,22 +28,23 @@ use crate::worker::Campaign;
 
 const USAGE: &str = "usage: scripts/campaign faults [--only CAMPAIGN] [--seconds S] [--seed N]
 
-  --only leaders    eight processes stand for an election, with a lease of 3 s
-  --only schedules  five processes run fifty schedules with a tick a second each, and are killed only
-  --only failover   four processes over a primary and a standby, which is promoted in each round: after a crash, with and without
-                    the last commits; while the primary only reads; while both run; processes are
-                    killed, stopped and cut off meanwhile
-  --only patroni    the same processes over three servers whose primary Patroni chooses:
-                    switchovers, crashes and hung Patroni processes, synchronous and not; see
-                    scripts/campaign patroni, which installs Patroni, etcd and HAProxy
-  --seconds S       how long the faults go on (default: 60); a round that has begun is ended
-  --seed N          what the random choices begin with (default: random, and printed)
+  --only leaders    eight processes compete for a leadership with a lease of 3 s
+  --only schedules  five processes run fifty schedules with a tick a second each; the only fault
+                    is kill -9
+  --only failover   four processes use a primary whose standby is promoted in each round: after a
+                    crash, with and without the last commits; while the primary is read-only;
+                    while both accept writes. Processes are killed, suspended and cut off meanwhile
+  --only patroni    the same four processes, on three servers managed by Patroni: switchovers,
+                    crashes and hung Patroni processes, with and without synchronous replication;
+                    scripts/campaign patroni installs Patroni, etcd and HAProxy first
+  --seconds S       how long faults are injected (default: 60); the last round is completed
+  --seed N          seed of the random choices (default: random, and printed)
 
-It prints a line for each fault and, in the end, what was granted. Exits with 1 if an invariant was
+Prints a line for each fault and, at the end, what was granted. Exits with 1 if an invariant was
 broken, or if too little work was done.";
 
 fn main() -> Result<(), Box<dyn Error>> {
-    if let Some(worker) = worker::Settings::of_environment() {
+    if let Some(worker) = worker::Settings::from_environment() {
         return worker::run(&worker);
     }
     let (mut seconds, mut seed) = (60, fastrand::u64(..1_000_000));
@@ -57,7 +60,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             "--seconds" => seconds = value.parse()?,
             "--seed" => seed = value.parse()?,
             "--only" if value == "patroni" => is_patroni = true,
-            "--only" => campaign = Campaign::named(&value).ok_or(USAGE)?,
+            "--only" => campaign = Campaign::parse(&value).ok_or(USAGE)?,
             _ => return Err(USAGE.into()),
         }
     }
@@ -81,7 +84,7 @@ fn run(campaign: Campaign, length: Duration, seed: u64) -> Result<(), Box<dyn Er
         .collect();
     let directory = PathBuf::from(cluster.directory()).join("records");
     std::fs::create_dir_all(&directory)?;
-    // The owner of the cluster's directory removes it, also after a kill.
+    // The watcher that removes the cluster's directory after a kill runs as the directory's owner.
     let owner = std::fs::metadata(cluster.directory())?;
     std::os::unix::fs::chown(&directory, Some(owner.uid()), None)?;
 
@@ -89,8 +92,8 @@ fn run(campaign: Campaign, length: Duration, seed: u64) -> Result<(), Box<dyn Er
     let start = Instant::now();
     injector.run(length)?;
     let length = start.elapsed();
-    let done = injector.finish()?;
+    let faults = injector.finish()?;
 
-    let records = record::read_all(&directory, &done)?;
+    let records = record::read_all(&directory, &faults)?;
     check::all(campaign, &records, &database, length)
 }

@@ -1,5 +1,5 @@
-//! How much work a campaign must have done: one in which almost nothing was granted would break no
-//! invariant.
+//! The least work that a campaign must have done. Without a minimum, a campaign in which almost
+//! nothing was granted would pass: it breaks no invariant.
 
 use std::error::Error;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use crate::record::Records;
 use crate::worker::Campaign;
 
 impl Campaign {
-    /// How many there must be of each kind of work in a minute: about a tenth of what a machine of
-    /// two cores did that was busy with other things, too.
+    /// The minimum per minute of each kind of work: about a tenth of what a busy machine with two
+    /// cores did.
     const fn minimum(self) -> &'static [(&'static str, u64)] {
         match self {
             Self::All => &[
@@ -47,7 +47,8 @@ impl Campaign {
     }
 }
 
-/// Fails with the kinds of work that were done too rarely in the time in which work was possible.
+/// Fails, naming the kinds, if there was too little of a kind of work in `time`, during which work
+/// was possible.
 pub(crate) fn check(
     campaign: Campaign,
     records: &Records,
@@ -57,7 +58,7 @@ pub(crate) fn check(
     let done = campaign
         .minimum()
         .iter()
-        .map(|(kind, _)| number(kind, records, database));
+        .map(|(kind, _)| count(kind, records, database));
     let done: Vec<usize> = done.collect::<Result<_, _>>()?;
     println!(
         "work done: {:?}",
@@ -75,21 +76,21 @@ pub(crate) fn check(
     Err(format!("too little work was done: {}", too_few.join(", ")).into())
 }
 
-/// The kinds of work of which there is too little, given how many there are of each kind in the
-/// order of `minimum`.
+/// The kinds of work below their minimum. `done` has the count of each kind, in the order of
+/// `minimum`.
 fn too_few(campaign: Campaign, done: &[usize], time: Duration) -> Vec<String> {
     let minutes = time.as_secs_f64() / 60.0;
     let kinds = campaign.minimum().iter().zip(done);
     kinds
         .filter_map(|((kind, in_a_minute), done)| {
-            // However short the campaign is, there is some of each.
+            // Even the shortest campaign must have done each kind once.
             let minimum = (*in_a_minute as f64 * minutes).ceil().max(1.0) as usize;
             (*done < minimum).then(|| format!("{kind}: {done} instead of {minimum}"))
         })
         .collect()
 }
 
-fn number(kind: &str, records: &Records, database: &Endpoint) -> Result<usize, Box<dyn Error>> {
+fn count(kind: &str, records: &Records, database: &Endpoint) -> Result<usize, Box<dyn Error>> {
     let rows = |table: &str| -> QueryResult<usize> {
         let query = format!("(SELECT count(*) FROM {table})");
         let rows: i64 =
@@ -106,7 +107,7 @@ fn number(kind: &str, records: &Records, database: &Endpoint) -> Result<usize, B
         "probes" => records.probes.values().map(Vec::len).sum(),
         "bookings" => rows("booking")?,
         "fenced writes" => rows("passed")?,
-        kind => return Err(format!("what is {kind:?}?").into()),
+        kind => return Err(format!("unknown kind of work: {kind:?}").into()),
     })
 }
 
@@ -115,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_campaign_in_which_one_kind_of_work_was_hardly_done_fails_and_names_it() {
+    fn too_little_of_one_kind_of_work_fails_the_campaign_and_is_named() {
         let minute = Duration::from_secs(60);
         let enough: Vec<_> = Campaign::All
             .minimum()
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_campaign_without_any_work_fails_however_short_it_was() {
+    fn a_campaign_without_any_work_fails_even_if_it_was_short() {
         for campaign in [
             Campaign::All,
             Campaign::Leaders,

@@ -1,4 +1,4 @@
-//! The processes that work.
+//! The worker processes.
 
 use std::env;
 use std::error::Error;
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use crate::record::now;
 use crate::worker::{Campaign, Settings};
 
-/// Those of a campaign, with the files that they write. They end with this value.
+/// The worker processes of a campaign and the paths of their records. Dropping kills them.
 pub(crate) struct Processes {
     campaign: Campaign,
-    /// Where each of them connects.
+    /// The URL to which each of them connects.
     urls: Vec<String>,
     directory: PathBuf,
     workers: Vec<(Child, String)>,
@@ -40,7 +40,7 @@ impl Processes {
     }
 
     fn start(&mut self, number: usize) -> Result<(Child, String), Box<dyn Error>> {
-        // Its name ends with the number of the process: see `record.rs`.
+        // `record.rs` reads the number of the process from the end of the name.
         let record = self.directory.join(format!("{}-{number}", self.started));
         let record = record.to_string_lossy().into_owned();
         self.started += 1;
@@ -58,12 +58,12 @@ impl Processes {
         Ok((worker, record))
     }
 
-    /// The file of a process.
+    /// The path of the record of a process.
     pub(crate) fn record(&self, number: usize) -> &str {
         &self.workers[number].1
     }
 
-    /// Kills one and starts another one in its place. Returns the file of the one that was killed.
+    /// Kills a process and starts another in its place. Returns the killed one's record.
     pub(crate) fn replace(&mut self, number: usize) -> Result<String, Box<dyn Error>> {
         let started = self.start(number)?;
         let (mut worker, record) = std::mem::replace(&mut self.workers[number], started);
@@ -72,7 +72,7 @@ impl Processes {
         Ok(record)
     }
 
-    /// Suspends one for a while, and returns from when to when.
+    /// Suspends a process for a while. Returns from when to when.
     pub(crate) fn suspend(
         &self,
         number: usize,
@@ -98,7 +98,7 @@ impl Processes {
         Ok(())
     }
 
-    /// Lets them end, and waits until they have.
+    /// Tells all processes to end, and fails if one does not end, or fails.
     pub(crate) fn finish(&mut self) -> Result<(), Box<dyn Error>> {
         for (worker, _) in &mut self.workers {
             drop(worker.stdin.take());

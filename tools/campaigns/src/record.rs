@@ -1,4 +1,4 @@
-//! What processes write down: a line for each thing that was granted, flushed at once, so that a kill loses none.
+//! The records of the processes: a line for each grant, written at once, so that a kill loses none.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Microseconds since 1970, by the clock of this machine, which all processes share.
+/// Microseconds since 1970. All processes and the server share this machine's clock.
 pub(crate) fn now() -> i64 {
     let elapsed = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -16,7 +16,7 @@ pub(crate) fn now() -> i64 {
     elapsed.as_micros() as i64
 }
 
-/// The file of a process.
+/// Writes the record of a process.
 pub(crate) struct Recorder(Mutex<File>);
 
 impl Recorder {
@@ -33,54 +33,55 @@ impl Recorder {
     }
 }
 
-/// Something that was held from one time to another.
+/// A time during which something was held.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Held {
     pub(crate) from: i64,
     pub(crate) to: i64,
     pub(crate) token: i64,
     pub(crate) end: End,
-    /// Whether the process was stopped meanwhile, so that it may have believed in it for too long.
+    /// Whether the process was suspended meanwhile. If so, it may have noticed a loss too late.
     pub(crate) was_stopped: bool,
 }
 
-/// How it ended.
+/// How a holding ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
     /// The work was done.
     Done,
-    /// It was given up before that.
+    /// It was given up before the work was done.
     Left,
-    /// It could not be renewed in time, or another one ended it.
+    /// It was not renewed in time, or somebody else ended it.
     Lost,
     /// Its process was killed.
     Killed,
 }
 
-/// What was done to the processes, by their files.
+/// The faults injected into the processes, which are identified by the paths of their records.
 #[derive(Debug, Default)]
-pub(crate) struct Done {
+pub(crate) struct Faults {
     /// When a process was killed.
     pub(crate) killed: HashMap<String, i64>,
-    /// From when to when a process was stopped.
+    /// From when to when a process was suspended.
     pub(crate) stopped: Vec<(String, i64, i64)>,
-    /// From when to when a process could not reach the database because of what was done to itself,
-    /// by its number.
+    /// From when to when a process, by its number, could not reach the database because of a fault
+    /// of its own.
     pub(crate) away: Vec<(usize, i64, i64)>,
 }
 
-impl Done {
-    /// Within a second after that.
+impl Faults {
+    /// Whether the process was killed within a second after `to`.
     fn was_killed(&self, file: &str, to: i64) -> bool {
         let at = self.killed.get(file);
         at.is_some_and(|at| at - to < 1_000_000)
     }
 
-    /// A process that goes on needs a moment to see what it has lost.
+    /// Whether the process was suspended in this time. A resumed process needs a moment to notice
+    /// its losses.
     fn was_stopped(&self, file: &str, from: i64, to: i64) -> bool {
         const MOMENT: i64 = 500_000;
         let mut stops = self.stopped.iter().filter(|stop| stop.0 == file);
-        stops.any(|(_, stopped, went_on)| from < went_on + MOMENT && to > *stopped)
+        stops.any(|(_, stopped, resumed)| from < resumed + MOMENT && to > *stopped)
     }
 }
 
@@ -91,36 +92,36 @@ pub(crate) struct Run {
     pub(crate) tick: i64,
     pub(crate) attempt: i32,
     pub(crate) held: Held,
-    /// Whether its process was killed before its end can have been stored.
+    /// Whether the process was killed soon after the run, possibly before the end was stored.
     pub(crate) was_killed: bool,
 }
 
-/// What all processes have written.
+/// The records of all processes.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     /// Locks whose release was confirmed, by name.
     pub(crate) locks: HashMap<String, Vec<Held>>,
-    /// Permits and terms for as long as their holders believed in them, by name.
+    /// Permits and terms, for as long as their holders trusted them, by name.
     pub(crate) believed: HashMap<String, Vec<Held>>,
-    /// When throttles and limits were granted, by the database's clock, by name.
+    /// The times of granted attempts and checks, by the database's clock, by name.
     pub(crate) grants: HashMap<String, Vec<i64>>,
     pub(crate) runs: Vec<Run>,
-    /// From when to when a token was drawn, by name.
+    /// Tokens by name: not drawn before, known at, token.
     pub(crate) tokens: HashMap<String, Vec<(i64, i64, i64)>>,
-    /// The keys that were done first, and when that was acknowledged.
+    /// Keys of `Once` that this process ran first, and when the commit was acknowledged.
     pub(crate) once: Vec<(i64, i64)>,
-    /// When each process has reached the database, by its number: from when to when it asked.
+    /// Round trips to the database by the number of the process: sent at, reply at.
     pub(crate) probes: HashMap<usize, Vec<(i64, i64)>>,
     pub(crate) counts: HashMap<String, u64>,
 }
 
-/// Reads the files of a directory.
-pub(crate) fn read_all(directory: &Path, done: &Done) -> Result<Records, Box<dyn Error>> {
+/// Reads all records in a directory.
+pub(crate) fn read_all(directory: &Path, faults: &Faults) -> Result<Records, Box<dyn Error>> {
     let mut records = Records::default();
     for entry in std::fs::read_dir(directory)? {
         let path = entry?.path();
         let file = path.to_string_lossy().into_owned();
-        let end = done.killed.get(&file).copied();
+        let end = faults.killed.get(&file).copied();
         let mut open: HashMap<&str, Vec<&str>> = HashMap::new();
         let text = std::fs::read_to_string(&path)?;
         for line in text.lines() {
@@ -140,13 +141,13 @@ pub(crate) fn read_all(directory: &Path, done: &Done) -> Result<Records, Box<dyn
                     open.insert(id, fields);
                 }
                 ["leave", id, to, outcome] => {
-                    let entered = open.remove(id).ok_or("left what was not entered")?;
+                    let entered = open.remove(id).ok_or("`leave` without `enter`")?;
                     let end = match outcome {
                         "done" => End::Done,
                         "lost" => End::Lost,
                         _ => End::Left,
                     };
-                    records.add(&entered, to.parse()?, end, &file, done)?;
+                    records.add(&entered, to.parse()?, end, &file, faults)?;
                 }
                 ["grant", name, at] => {
                     records
@@ -170,15 +171,15 @@ pub(crate) fn read_all(directory: &Path, done: &Done) -> Result<Records, Box<dyn
                     probes.push((since.parse()?, until.parse()?));
                 }
                 ["count", name] => *records.counts.entry(name.to_owned()).or_default() += 1,
-                _ => return Err(format!("what is {line:?}?").into()),
+                _ => return Err(format!("unknown line in {file}: {line:?}").into()),
             }
         }
         for entered in open.into_values() {
-            let end = end.ok_or_else(|| format!("{file}: {entered:?} was not left"))?;
-            records.add(&entered, end, End::Killed, &file, done)?;
+            let end = end.ok_or_else(|| format!("{file}: no `leave` for {entered:?}"))?;
+            records.add(&entered, end, End::Killed, &file, faults)?;
         }
     }
-    // A process that took the place of another one has a file of its own.
+    // A process that replaced another has the same number, and a file of its own.
     for probes in records.probes.values_mut() {
         probes.sort_unstable();
     }
@@ -192,10 +193,10 @@ impl Records {
         to: i64,
         end: End,
         file: &str,
-        done: &Done,
+        faults: &Faults,
     ) -> Result<(), Box<dyn Error>> {
         let ["enter", _, name, from, token, ref run @ ..] = *entered else {
-            return Err(format!("what is {entered:?}?").into());
+            return Err(format!("malformed line in {file}: {entered:?}").into());
         };
         let from = from.parse()?;
         let held = Held {
@@ -203,7 +204,7 @@ impl Records {
             to,
             token: token.parse()?,
             end,
-            was_stopped: done.was_stopped(file, from, to),
+            was_stopped: faults.was_stopped(file, from, to),
         };
         if let [tick, attempt] = *run {
             self.runs.push(Run {
@@ -211,7 +212,7 @@ impl Records {
                 tick: tick.parse()?,
                 attempt: attempt.parse()?,
                 held,
-                was_killed: done.was_killed(file, to),
+                was_killed: faults.was_killed(file, to),
             });
         } else {
             self.believed.entry(name.to_owned()).or_default().push(held);

@@ -1,4 +1,4 @@
-//! A process that uses the crate, over one of the pools, with a thread for each primitive.
+//! A worker process. It uses the crate over one of the pools, with a thread for each primitive.
 
 use std::env;
 use std::error::Error;
@@ -17,23 +17,23 @@ use crate::record::{Recorder, now};
 const POOL: u32 = 5;
 
 pub(crate) const SLOTS: u32 = 3;
-/// Of permits, so that a campaign has many.
+/// Permit timeout; short, so that a campaign sees many.
 pub(crate) const TIMEOUT: Duration = Campaign::All.timeout();
 pub(crate) const EVERY: Duration = Duration::from_millis(50);
 pub(crate) const QUOTA: Quota = Quota::new(20, Duration::from_millis(500)).burst(5);
 pub(crate) const ATTEMPTS: u16 = 1000;
 const CATCH_UP: CatchUp = CatchUp::All(1000);
 
-/// What the work under transaction locks writes.
+/// Written by the work under transaction locks, fences and `Once`.
 pub(crate) const TABLES: &str =
     "CREATE TABLE booking (server integer NOT NULL, round bigint NOT NULL);
     CREATE TABLE passed (id bigserial, token bigint NOT NULL);
     CREATE TABLE work (key bigint NOT NULL)";
 
-/// A key of `Once` in so many microseconds, which all processes want to do.
+/// All processes compete for a new key of `Once` this often, in microseconds.
 const KEY_EVERY: i64 = 50_000;
 
-/// What the processes do.
+/// The jobs of the processes, and the faults that they meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Campaign {
     All,
@@ -50,7 +50,7 @@ impl Campaign {
         ("failover", Self::Failover),
     ];
 
-    pub(crate) fn named(name: &str) -> Option<Self> {
+    pub(crate) fn parse(name: &str) -> Option<Self> {
         let named = Self::NAMES.into_iter().find(|named| named.0 == name);
         Some(named?.1)
     }
@@ -59,7 +59,7 @@ impl Campaign {
         Self::NAMES[self as usize].0
     }
 
-    /// How many there are at a time, of the three pools in turn.
+    /// Concurrent processes; they rotate through the three pools.
     pub(crate) const fn processes(self) -> usize {
         match self {
             Self::All => 9,
@@ -69,7 +69,8 @@ impl Campaign {
         }
     }
 
-    /// Of terms and leases: the shortest one of programs, or a shorter one, so that a campaign of all has many.
+    /// Lease of terms and ticks: 3 s, the shortest that programs may choose. The campaign of all
+    /// faults uses a shorter one, to see more terms.
     pub(crate) const fn timeout(self) -> Duration {
         match self {
             Self::All => Duration::from_millis(900),
@@ -77,8 +78,8 @@ impl Campaign {
         }
     }
 
-    /// How long a program waits for a connection.
-    const fn patience(self) -> Duration {
+    /// How long a pool waits for a connection.
+    const fn connection_timeout(self) -> Duration {
         match self {
             Self::Failover => Duration::from_secs(3),
             _ => Duration::from_secs(20),
@@ -92,7 +93,7 @@ impl Campaign {
         }
     }
 
-    /// The milliseconds between two faults.
+    /// Milliseconds between two faults.
     pub(crate) const fn pauses(self) -> std::ops::Range<u64> {
         match self {
             Self::All => 50..400,
@@ -102,7 +103,7 @@ impl Campaign {
     }
 }
 
-/// What a process was started with.
+/// The settings of a worker process, passed in environment variables.
 pub(crate) struct Settings {
     campaign: Campaign,
     pool: String,
@@ -120,10 +121,10 @@ impl Settings {
         "FAULTS_SEED",
     ];
 
-    pub(crate) fn of_environment() -> Option<Self> {
+    pub(crate) fn from_environment() -> Option<Self> {
         let [campaign, pool, url, record, seed] = Self::NAMES.map(|name| env::var(name).ok());
         Some(Self {
-            campaign: Campaign::named(&campaign?)?,
+            campaign: Campaign::parse(&campaign?)?,
             pool: pool?,
             url: url?,
             record: record?,
@@ -131,7 +132,7 @@ impl Settings {
         })
     }
 
-    /// The variables that start such a process. Its number says which pool it uses.
+    /// The variables for the worker `number`, which determines its pool.
     pub(crate) fn environment(
         campaign: Campaign,
         number: usize,
@@ -151,12 +152,12 @@ impl Settings {
     }
 }
 
-/// The pool of a process.
+/// The pool of the worker `number`.
 pub(crate) const fn pool_of(number: usize) -> &'static str {
     ["r2d2", "deadpool", "bb8"][number % 3]
 }
 
-/// Works until its standard input ends, and then tells whether its pool is at full strength.
+/// Works until standard input ends, then fails if the pool cannot open all its connections.
 pub(crate) fn run(settings: &Settings) -> Result<(), Box<dyn Error>> {
     let worker = Worker {
         campaign: settings.campaign,
@@ -176,7 +177,7 @@ pub(crate) fn run(settings: &Settings) -> Result<(), Box<dyn Error>> {
 #[derive(Clone)]
 struct Worker {
     campaign: Campaign,
-    /// The number of the thread's job.
+    /// The index of this thread's job.
     job: usize,
     recorder: Arc<Recorder>,
     is_over: Arc<AtomicBool>,
@@ -195,25 +196,25 @@ impl Worker {
         self.recorder.write(&format!("count\t{what}"));
     }
 
-    /// An error of a fault. Anything else ends the process, and so the campaign.
-    fn failed(&self, what: &str, error: &LockError) {
+    /// Counts an error that a fault may cause. Panics on any other error, which ends the campaign.
+    fn note_error(&self, what: &str, error: &LockError) {
         use LockError::{Database, Fenced, KeyLocked, LockLost, PermitLost, Pool, ReleaseFailed};
         use LockError::{Standby, TimedOut};
         let is_failover = self.campaign == Campaign::Failover;
         match error {
-            Standby | Fenced { .. } if is_failover => self.count_failed(what, error),
+            Standby | Fenced { .. } if is_failover => self.count_error(what, error),
             Database(_)
             | Pool(_)
             | TimedOut
             | LockLost(_)
             | PermitLost(_)
             | ReleaseFailed { .. }
-            | KeyLocked(_) => self.count_failed(what, error),
+            | KeyLocked(_) => self.count_error(what, error),
             error => panic!("{what}: {error:?}"),
         }
     }
 
-    fn count_failed(&self, what: &str, error: &LockError) {
+    fn count_error(&self, what: &str, error: &LockError) {
         let mut what = format!("{what} failed");
         if self.campaign == Campaign::Failover && !error.is_unavailable() {
             let why: String = error.to_string().chars().take(70).collect();
@@ -223,42 +224,43 @@ impl Worker {
         thread::sleep(Duration::from_millis(5));
     }
 
-    /// A token that was drawn at some time since then.
-    fn token(&self, name: &str, since: i64, token: i64) {
+    /// Records a token that was drawn between `since` and now.
+    fn note_token(&self, name: &str, since: i64, token: i64) {
         self.recorder
             .write(&format!("token\t{name}\t{since}\t{}\t{token}", now()));
     }
 
-    /// Something whose commit was acknowledged.
-    fn acknowledged(&self, key: i64) {
+    /// Records that the commit of a key of `Once` was acknowledged.
+    fn note_commit(&self, key: i64) {
         self.recorder.write(&format!("once\t{key}\t{}", now()));
     }
 
-    /// Works with something for as long as it is believed in, for a random time.
+    /// Holds a permit for a random time, or until the permit is lost.
     fn hold(&self, name: &str, token: i64, milliseconds: u64, is_lost: &(dyn Fn() -> bool + Sync)) {
         if is_lost() {
-            // The reply to the claim was under way for longer than the timeout.
+            // The reply to the claim took longer than the timeout.
             return;
         }
-        let _entered = Entered::new(self, name, token, "", is_lost);
+        let _holding = Holding::new(self, name, token, "", is_lost);
         let end = Instant::now() + Duration::from_millis(fastrand::u64(0..milliseconds));
         while Instant::now() < end && !is_lost() && !self.is_over() {
             thread::sleep(Duration::from_millis(1));
         }
     }
 
-    fn leave(&self, id: u64, outcome: &str) {
+    fn note_end(&self, id: u64, outcome: &str) {
         self.recorder
             .write(&format!("leave\t{id}\t{}\t{outcome}", now()));
     }
 
-    fn grant(&self, name: &str, at: DateTime<Utc>) {
+    fn note_grant(&self, name: &str, at: DateTime<Utc>) {
         self.recorder
             .write(&format!("grant\t{name}\t{}", at.timestamp_micros()));
     }
 }
 
-/// The same work over each pool. `$wait` is what an operation returned; in the asynchronous half it also drops futures at random.
+/// The same work over each pool. `$wait` gets the result of an operation; in the asynchronous half
+/// it also drops some futures.
 macro_rules! half {
     ($name:ident, $($handles:ident)::*, $wait:ident, $half:ident) => {
         mod $name {
@@ -273,7 +275,7 @@ macro_rules! half {
             static LIMIT: RateLimit = RateLimit::named("limit", QUOTA).durable();
 
             pub(super) fn run(url: &str, worker: &Worker) -> Result<(), Box<dyn Error>> {
-                let pool: PgPool = pools::$name(url, worker.campaign.patience());
+                let pool: PgPool = pools::$name(url, worker.campaign.connection_timeout());
                 let all: [(&str, fn(&PgPool, &Worker)); 12] = [
                     ("lock", lock), ("waiting lock", waiting_lock), ("booking", $half::book),
                     ("slot", slot), ("kept", kept), ("throttle", throttle), ("limit", limit),
@@ -307,11 +309,11 @@ macro_rules! half {
             fn lock(pool: &PgPool, worker: &Worker) {
                 let since = now();
                 match $wait(SESSION.try_acquire(pool)) {
-                    Some(Ok(Attempt::Acquired(guard))) => held(guard, since, worker),
+                    Some(Ok(Attempt::Acquired(guard))) => hold_and_release(guard, since, worker),
                     Some(Ok(Attempt::Busy)) | None => thread::sleep(Duration::from_millis(fastrand::u64(0..5))),
-                    Some(Err(error)) => worker.failed("lock", &error),
+                    Some(Err(error)) => worker.note_error("lock", &error),
                 }
-                // Readers only show that the writer is alone.
+                // Readers are not recorded: they only compete with the writer.
                 if let Some(Ok(Attempt::Acquired(guard))) = $wait(SHARED.try_acquire(pool)) {
                     drop(guard);
                 }
@@ -320,19 +322,20 @@ macro_rules! half {
             fn waiting_lock(pool: &PgPool, worker: &Worker) {
                 let since = now();
                 match $wait(SESSION.acquire_timeout(pool, Duration::from_millis(fastrand::u64(1..300)))) {
-                    Some(Ok(Attempt::Acquired(guard))) => held(guard, since, worker),
+                    Some(Ok(Attempt::Acquired(guard))) => hold_and_release(guard, since, worker),
                     Some(Ok(Attempt::Busy)) | None => {}
-                    Some(Err(error)) => worker.failed("waiting lock", &error),
+                    Some(Err(error)) => worker.note_error("waiting lock", &error),
                 }
             }
 
-            /// Only a confirmed release tells that the lock was held to its end.
-            fn held(mut guard: $($handles)::*::AdvisoryLockGuard, since: i64, worker: &Worker) {
+            /// Records the holding only after a confirmed release: any other holder may have lost
+            /// the lock earlier, with its session.
+            fn hold_and_release(mut guard: $($handles)::*::AdvisoryLockGuard, since: i64, worker: &Worker) {
                 let from = now();
                 if worker.campaign == Campaign::Failover {
                     match $wait(guard.fencing_token()) {
-                        Some(Ok(token)) => worker.token("session", since, token),
-                        Some(Err(error)) => return worker.failed("token", &error),
+                        Some(Ok(token)) => worker.note_token("session", since, token),
+                        Some(Err(error)) => return worker.note_error("token", &error),
                         None => {}
                     }
                 }
@@ -342,7 +345,7 @@ macro_rules! half {
                     0 => drop(guard),
                     _ => match $wait(guard.release()) {
                         Some(Ok(())) => worker.recorder.write(&format!("lock\tsession\t{from}\t{to}")),
-                        Some(Err(error)) => worker.failed("release", &error),
+                        Some(Err(error)) => worker.note_error("release", &error),
                         None => {}
                     },
                 }
@@ -352,16 +355,16 @@ macro_rules! half {
                 let since = now();
                 match $wait(SLOT.acquire_timeout(pool, Duration::from_millis(fastrand::u64(1..300)))) {
                     Some(Ok(Admission::Admitted(permit))) => {
-                        worker.token("slots", since, permit.fencing_token());
+                        worker.note_token("slots", since, permit.fencing_token());
                         worker.hold("slots", permit.fencing_token(), 60, &|| permit.is_lost());
                         if fastrand::bool() {
                             if let Some(Err(error)) = $wait(permit.release()) {
-                                worker.failed("slot", &error);
+                                worker.note_error("slot", &error);
                             }
                         }
                     }
                     Some(Ok(Admission::Full(_))) | None => {}
-                    Some(Err(error)) => worker.failed("slot", &error),
+                    Some(Err(error)) => worker.note_error("slot", &error),
                 }
             }
 
@@ -374,13 +377,14 @@ macro_rules! half {
                         worker.hold("kept", permit.fencing_token(), 3000, &|| permit.is_lost());
                     }
                     Some(Ok(Admission::Full(_))) | None => {}
-                    Some(Err(error)) => worker.failed("kept", &error),
+                    Some(Err(error)) => worker.note_error("kept", &error),
                 }
             }
 
-            /// Writes for as long as the permit is believed in, and once more.
+            /// Writes until the permit is lost or given up, and once more, which the fence must
+            /// refuse if there is a newer holder.
             fn write_behind_fence(pool: &PgPool, worker: &Worker, token: i64, is_lost: &(dyn Fn() -> bool + Sync)) {
-                let entered = Entered::new(worker, "kept", token, "", is_lost);
+                let holding = Holding::new(worker, "kept", token, "", is_lost);
                 let end = Instant::now() + Duration::from_millis(fastrand::u64(0..3000));
                 thread::scope(|scope| {
                     let writer = scope.spawn(|| while Instant::now() < end && !is_lost() && !worker.is_over() {
@@ -390,38 +394,38 @@ macro_rules! half {
                     while !writer.is_finished() && !is_lost() {
                         thread::sleep(Duration::from_millis(1));
                     }
-                    drop(entered);
+                    drop(holding);
                 });
                 $half::pass(pool, worker, token);
             }
 
-            /// Shows whether the database can be reached.
+            /// Records a round trip to the database.
             fn probe(pool: &PgPool, worker: &Worker) {
                 static PROBE: Throttle = Throttle::named("probe", Duration::from_micros(1));
                 let since = now();
                 match $wait(PROBE.key(worker.seed).attempt(pool)) {
                     Some(Ok(_)) => worker.recorder.write(&format!("probe\t{since}\t{}", now())),
                     None => {}
-                    Some(Err(error)) => worker.failed("probe", &error),
+                    Some(Err(error)) => worker.note_error("probe", &error),
                 }
                 thread::sleep(Duration::from_millis(20));
             }
 
             fn throttle(pool: &PgPool, worker: &Worker) {
                 match $wait(THROTTLE.attempt(pool)) {
-                    Some(Ok(Decision::Granted(granted))) => worker.grant("throttle", granted.granted_at),
+                    Some(Ok(Decision::Granted(granted))) => worker.note_grant("throttle", granted.granted_at),
                     Some(Ok(Decision::Denied(denied))) => thread::sleep(denied.retry_after.min(EVERY)),
                     None => {}
-                    Some(Err(error)) => worker.failed("throttle", &error),
+                    Some(Err(error)) => worker.note_error("throttle", &error),
                 }
             }
 
             fn limit(pool: &PgPool, worker: &Worker) {
                 match $wait(LIMIT.check(pool)) {
-                    Some(Ok(Check::Allowed(spent))) => worker.grant("limit", spent.at()),
+                    Some(Ok(Check::Allowed(spent))) => worker.note_grant("limit", spent.at()),
                     Some(Ok(Check::Limited(limited))) => thread::sleep(limited.retry_after.min(EVERY)),
                     None => {}
-                    Some(Err(error)) => worker.failed("limit", &error),
+                    Some(Err(error)) => worker.note_error("limit", &error),
                 }
             }
         }
@@ -432,7 +436,7 @@ fn blocking<T>(reply: T) -> Option<T> {
     Some(reply)
 }
 
-/// Drops one future of eight at a random time.
+/// Drops one future in eight at a random time.
 fn asynchronous<T>(reply: impl Future<Output = T>) -> Option<T> {
     if fastrand::u8(..8) > 0 {
         return Some(workbench::block_on(reply));
@@ -445,15 +449,15 @@ half!(r2d2, diesel_interlock, blocking, in_threads);
 half!(deadpool, diesel_interlock::deadpool, asynchronous, in_tasks);
 half!(bb8, diesel_interlock::bb8, asynchronous, in_tasks);
 
-/// Its drop writes that it was left: also if a future is dropped in the middle.
-struct Entered<'a> {
+/// Something held. The drop records the end, also when a future is dropped before its end.
+struct Holding<'a> {
     worker: &'a Worker,
     id: u64,
     is_lost: &'a (dyn Fn() -> bool + Sync),
     is_done: bool,
 }
 
-impl<'a> Entered<'a> {
+impl<'a> Holding<'a> {
     fn new(
         worker: &'a Worker,
         name: &str,
@@ -473,14 +477,14 @@ impl<'a> Entered<'a> {
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for Holding<'_> {
     fn drop(&mut self) {
         let outcome = match (self.is_lost)() {
             true => "lost",
             false if self.is_done => "done",
             false => "left",
         };
-        self.worker.leave(self.id, outcome);
+        self.worker.note_end(self.id, outcome);
     }
 }
 
@@ -493,7 +497,7 @@ fn booking() -> (String, String) {
     )
 }
 
-/// What takes closures, in the blocking half.
+/// The operations that take closures, in the blocking half.
 mod in_threads {
     use diesel::Connection;
     use diesel::connection::SimpleConnection;
@@ -508,7 +512,7 @@ mod in_threads {
         let booked: Result<(), LockError> =
             lock.transaction(&mut conn, |conn| Ok(conn.batch_execute(&insert)?));
         if let Err(error) = booked {
-            worker.failed("booking", &error);
+            worker.note_error("booking", &error);
         }
     }
 
@@ -521,9 +525,9 @@ mod in_threads {
             Ok(Vec::new())
         });
         match done {
-            Ok(done) if done.is_first() => worker.acknowledged(key),
+            Ok(done) if done.is_first() => worker.note_commit(key),
             Ok(_) => {}
-            Err(error) => worker.failed("once", &error),
+            Err(error) => worker.note_error("once", &error),
         }
         drop(conn);
         thread::sleep(Duration::from_millis(fastrand::u64(0..30)));
@@ -537,7 +541,7 @@ mod in_threads {
             Ok(conn.batch_execute(&format!("INSERT INTO passed (token) VALUES ({token})"))?)
         });
         if let Err(error) = passed {
-            worker.failed("fence", &error);
+            worker.note_error("fence", &error);
         }
     }
 
@@ -545,14 +549,14 @@ mod in_threads {
         let leader = Leader::named("leader", worker.campaign.timeout());
         let led = leader.lead(pool, &worker.stop, |term| {
             let is_lost = || !term.is_leader() && !worker.stop.is_stopped();
-            let _entered = Entered::new(worker, "leader", term.fencing_token(), "", &is_lost);
+            let _holding = Holding::new(worker, "leader", term.fencing_token(), "", &is_lost);
             let length = worker.campaign.timeout().mul_f64(fastrand::f64() * 3.0);
             let end = Instant::now() + length;
             while term.is_leader() && Instant::now() < end {
                 thread::sleep(Duration::from_millis(1));
             }
         });
-        led.expect("a database that is away is tried again");
+        led.expect("a loop survives any outage");
     }
 
     pub(super) fn run_ticks(pool: &PgPool, worker: &Worker) {
@@ -565,15 +569,15 @@ mod in_threads {
         let ran = schedule.run(pool, &worker.stop, ticks, |tick| {
             let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
             let is_lost = || tick.is_lost();
-            let mut entered = Entered::new(worker, &name, tick.fencing_token(), &more, &is_lost);
+            let mut holding = Holding::new(worker, &name, tick.fencing_token(), &more, &is_lost);
             let end = Instant::now() + Duration::from_millis(fastrand::u64(0..50));
             while !tick.is_lost() && Instant::now() < end {
                 thread::sleep(Duration::from_millis(1));
             }
-            entered.is_done = true;
+            holding.is_done = true;
             Ok::<_, LockError>(())
         });
-        ran.expect("a database that is away is tried again");
+        ran.expect("a loop survives any outage");
     }
 
     /// Nobody else gets a connection, for longer than a timeout, sometimes.
@@ -591,7 +595,7 @@ mod in_threads {
     }
 }
 
-/// What takes closures, in the asynchronous half.
+/// The operations that take closures, in the asynchronous half.
 mod in_tasks {
     use diesel_async::{AsyncConnection, SimpleAsyncConnection};
     use diesel_interlock::advisory::AdvisoryLock;
@@ -615,7 +619,7 @@ mod in_tasks {
             .await
         });
         if let Some(Err(error)) = booked {
-            worker.failed("booking", &error);
+            worker.note_error("booking", &error);
         }
     }
 
@@ -632,8 +636,8 @@ mod in_tasks {
             .await
         });
         match done {
-            Some(Ok(done)) if done.is_first() => worker.acknowledged(key),
-            Some(Err(error)) => worker.failed("once", &error),
+            Some(Ok(done)) if done.is_first() => worker.note_commit(key),
+            Some(Err(error)) => worker.note_error("once", &error),
             _ => {}
         }
         thread::sleep(Duration::from_millis(fastrand::u64(0..30)));
@@ -651,7 +655,7 @@ mod in_tasks {
             .await
         });
         if let Err(error) = passed {
-            worker.failed("fence", &error);
+            worker.note_error("fence", &error);
         }
     }
 
@@ -659,7 +663,7 @@ mod in_tasks {
         let leader = Leader::<P>::named("leader", worker.campaign.timeout());
         let lead = leader.lead(pool, |term| async move {
             let is_lost = || !term.is_leader();
-            let _entered = Entered::new(worker, "leader", term.fencing_token(), "", &is_lost);
+            let _holding = Holding::new(worker, "leader", term.fencing_token(), "", &is_lost);
             let length = worker.campaign.timeout().mul_f64(fastrand::f64() * 3.0);
             let end = Instant::now() + length;
             while term.is_leader() && Instant::now() < end {
@@ -668,7 +672,7 @@ mod in_tasks {
         });
         let limit = worker.campaign.timeout().mul_f64(fastrand::f64() * 4.0);
         if let Ok(Err(error)) = workbench::block_on(async { timeout(limit, lead).await }) {
-            panic!("a database that is away is tried again: {error}");
+            panic!("a loop survives any outage: {error}");
         }
     }
 
@@ -682,14 +686,14 @@ mod in_tasks {
         let run = schedule.run(pool, ticks, |tick| async move {
             let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
             let is_lost = || tick.is_lost();
-            let mut entered = Entered::new(worker, name, tick.fencing_token(), &more, &is_lost);
+            let mut holding = Holding::new(worker, name, tick.fencing_token(), &more, &is_lost);
             sleep(Duration::from_millis(fastrand::u64(0..50))).await;
-            entered.is_done = true;
+            holding.is_done = true;
             Ok::<_, LockError>(())
         });
         let limit = worker.campaign.timeout().mul_f64(fastrand::f64() * 4.0);
         if let Ok(Err(error)) = workbench::block_on(async { timeout(limit, run).await }) {
-            panic!("a database that is away is tried again: {error}");
+            panic!("a loop survives any outage: {error}");
         }
     }
 
@@ -726,32 +730,35 @@ mod pools {
 
     use super::{Duration, POOL};
 
-    pub(super) fn r2d2(url: &str, patience: Duration) -> diesel_interlock::PgPool {
+    pub(super) fn r2d2(url: &str, connection_timeout: Duration) -> diesel_interlock::PgPool {
         Pool::builder()
             .max_size(POOL)
             .min_idle(Some(0))
-            .connection_timeout(patience)
+            .connection_timeout(connection_timeout)
             .build_unchecked(ConnectionManager::new(url))
     }
 
-    pub(super) fn deadpool(url: &str, patience: Duration) -> diesel_interlock::deadpool::PgPool {
+    pub(super) fn deadpool(
+        url: &str,
+        connection_timeout: Duration,
+    ) -> diesel_interlock::deadpool::PgPool {
         let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
         diesel_interlock::deadpool::PgPool::builder(manager)
             .max_size(POOL as usize)
-            .wait_timeout(Some(patience))
-            .create_timeout(Some(patience))
-            .recycle_timeout(Some(patience))
+            .wait_timeout(Some(connection_timeout))
+            .create_timeout(Some(connection_timeout))
+            .recycle_timeout(Some(connection_timeout))
             .runtime(deadpool::Runtime::Tokio1)
             .build()
             .expect("the settings of the pool are complete")
     }
 
-    pub(super) fn bb8(url: &str, patience: Duration) -> diesel_interlock::bb8::PgPool {
-        let _entered = workbench::runtime().enter();
+    pub(super) fn bb8(url: &str, connection_timeout: Duration) -> diesel_interlock::bb8::PgPool {
+        let _holding = workbench::runtime().enter();
         let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
         diesel_interlock::bb8::PgPool::builder()
             .max_size(POOL)
-            .connection_timeout(patience)
+            .connection_timeout(connection_timeout)
             .build_unchecked(manager)
     }
 }

@@ -1,6 +1,6 @@
-//! Does `check_exclusion` tell the truth? Behind `PgBouncer` in transaction mode it must find the pooler, whatever the number of the
-//! pooler's sessions, the order in which they are handed out, and the load; on a direct server it must find nothing. It must leave no lock,
-//! and no other client may see an error.
+//! Is the answer of `check_exclusion` right? Behind `PgBouncer` in transaction mode it must find the
+//! pooler, whatever the number and order of the pooler's sessions, and the load. On a direct server
+//! it must find nothing. It must leave no lock, and cause no error of another client.
 
 use std::collections::HashSet;
 use std::error::Error;
@@ -17,16 +17,17 @@ use workbench::{Cluster, Endpoint, PgBouncer, PoolMode};
 
 const USAGE: &str = "usage: scripts/campaign exclusion [--runs N] [--direct N]
 
-  --runs N    how often at least it checks behind PgBouncer (default: 200): with 1 to 8 sessions, server_round_robin 0 and 1, both
-              orders of first use, idle and beside ten busy clients
-  --direct N  how often it checks on a direct server, which must be ok (default: 50)
+  --runs N    the least number of checks behind PgBouncer (default: 200): with 1 to 8 sessions,
+              server_round_robin 0 and 1, both orders of first use, idle and beside ten busy clients
+  --direct N  the number of checks on a direct server, which must find nothing (default: 50)
 
-It prints a line for each wrong answer and, in the end, how many there were. Exits with 1 if there was one.";
+Prints a line for each wrong answer and, at the end, their number. Exits with 1 if there was one, if
+a lock was left, or if a client saw an error.";
 
-/// How many clients are at work beside the check.
+/// Busy clients beside the check.
 const CLIENTS: usize = 10;
 
-/// Of pgbench's kind: each statement is a round trip.
+/// The transaction of a busy client, as in pgbench: each statement is a round trip.
 const WORK: [&str; 4] = [
     "BEGIN",
     "UPDATE account SET balance = balance + 1 WHERE id = 1 + pg_backend_pid() % 100",
@@ -53,7 +54,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     )?;
 
     let mut behind = Answers::default();
-    // Eight numbers of sessions, two of round robin, two orders, idle and busy.
+    // 1 to 8 sessions, two settings of server_round_robin, two orders, idle and busy.
     let each = runs.div_ceil(8 * 2 * 2 * 2);
     for sessions in 1..=8 {
         for round_robin in [0, 1] {
@@ -93,7 +94,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     Err("check_exclusion was wrong".into())
 }
 
-/// Whether it found the pooler. An engine whose locks do nothing is the same variant with another text.
+/// Whether a pooler was found. The variant is also that of an engine whose locks do nothing, so the
+/// text decides.
 fn is_pooler(answer: &Result<(), InterlockError>) -> bool {
     matches!(answer, Err(InterlockError::NotExclusive(found)) if found.contains("pooler"))
 }
@@ -108,7 +110,7 @@ struct Answers {
 }
 
 impl Answers {
-    /// Checks `each` times in both orders of first use, while clients work at the same address.
+    /// Runs `each` checks per order of first use, while clients work at the same address.
     fn add(
         &mut self,
         address: &Endpoint,
@@ -136,7 +138,7 @@ impl Answers {
                     }
                 });
             }
-            // All of them are at work.
+            // Wait until all clients are at work.
             while transactions.load(Ordering::SeqCst) < clients {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -148,7 +150,8 @@ impl Answers {
                     self.wrong += 1;
                     println!("{place}, run {run}: {answer:?}");
                 }
-                // Those of earlier runs stay in the pooler's sessions: ending one would be an error of a client.
+                // A lock stays in its session of the pooler, so only new ones count. Terminating
+                // the session would cause an error of a client.
                 let now = locks(observer);
                 if !now.is_subset(&seen) {
                     self.locks_left += 1;
@@ -196,7 +199,7 @@ fn open_all(pooler: &Endpoint, sessions: u32) {
     }
 }
 
-/// `PgBouncer` before 1.21 knows nothing of prepared statements.
+/// `PgBouncer` before 1.21 does not support prepared statements.
 #[derive(Debug)]
 struct Unprepared;
 
@@ -207,8 +210,9 @@ impl<E> CustomizeConnection<PgConnection, E> for Unprepared {
     }
 }
 
-/// A new pool with two idle connections, of which the second may be the first that was used. A round trip at each check-out, as it is
-/// r2d2's default, makes a pooler hand out other sessions.
+/// A new pool with two idle connections. If `is_reversed`, the second one was used first. If
+/// `is_checked`, each check-out is a round trip, as by r2d2's default, which changes the order in
+/// which a pooler hands out its sessions.
 fn pool(address: &Endpoint, is_reversed: bool, is_checked: bool) -> PgPool {
     let pool: PgPool = Pool::builder()
         .max_size(2)
@@ -216,7 +220,7 @@ fn pool(address: &Endpoint, is_reversed: bool, is_checked: bool) -> PgPool {
         .test_on_check_out(is_checked)
         .connection_customizer(Box::new(Unprepared))
         .build(ConnectionManager::new(address.url()))
-        .expect("the settings are right");
+        .expect("the settings are valid");
     let mut both = [(); 2].map(|()| pool.get().expect("PgBouncer accepts connections"));
     if is_reversed {
         both.reverse();

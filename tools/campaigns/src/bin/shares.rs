@@ -1,5 +1,6 @@
-//! What share of a semaphore do processes get that compete for it? Slots have no queue on the server, so a process that wakes its own
-//! waiters must let others pass, too. A measurement, and no check: what it prints depends on the machine.
+//! Measures how evenly competing processes share a semaphore. Slots have no queue on the server, so
+//! a process that wakes its own waiters could starve other processes. The figures depend on the
+//! machine, so nothing is checked.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
@@ -13,14 +14,14 @@ use workbench::{Cluster, Endpoint};
 
 const USAGE: &str = "usage: scripts/campaign shares [--processes N] [--threads N] [--slots N] [--job MICROSECONDS] [--seconds S]
 
-  --processes N  how many processes compete (default: 3)
-  --threads N    how many threads each of them has, over an r2d2 pool of two connections more (default: 8)
-  --slots N      how many slots the semaphore has (default: 1)
-  --job N        for how many microseconds a slot is held (default: 1000)
-  --seconds S    how long they compete (default: 10)
+  --processes N       competing processes (default: 3)
+  --threads N         threads per process; its r2d2 pool has two connections more (default: 8)
+  --slots N           slots of the semaphore (default: 1)
+  --job MICROSECONDS  how long a slot is held (default: 1000)
+  --seconds S         how long they compete (default: 10)
 
-It prints the grants per second of one process alone and of all of them together, and of each process its share and the longest wait of
-a thread.";
+Prints the grants per second of one process alone and of all processes together, then the share of
+each process and the longest wait of its threads.";
 
 #[derive(Clone, Copy)]
 struct Setting {
@@ -31,7 +32,7 @@ struct Setting {
     seconds: Duration,
 }
 
-/// What a process got.
+/// The result of a process or thread.
 struct Got {
     grants: u64,
     longest: Duration,
@@ -55,7 +56,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             "--slots" => setting.slots = value.parse()?,
             "--job" => setting.job = Duration::from_micros(value.parse()?),
             "--seconds" => setting.seconds = Duration::from_secs(value.parse()?),
-            // It competes, as one of the processes.
+            // Internal: this is one of the competing processes.
             "--url" => url = Some(value),
             _ => return Err(USAGE.into()),
         }
@@ -93,22 +94,22 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Starts processes, lets them compete once all of them are connected, and returns what each of them got.
+/// Starts processes, lets them compete once all are connected, and returns their results.
 fn measure(url: &str, processes: u32, setting: Setting) -> Result<Vec<Got>, Box<dyn Error>> {
     let mut all = Vec::new();
     for _ in 0..processes {
         all.push(Competitor::start(url, setting)?);
     }
     for competitor in &mut all {
-        competitor.line()?;
+        competitor.read_line()?;
     }
     for competitor in &mut all {
         competitor.stdin.write_all(b"go\n")?;
     }
     let mut got = Vec::new();
     for mut competitor in all {
-        let line = competitor.line()?;
-        let (grants, longest) = line.trim().split_once(' ').ok_or("a process has failed")?;
+        let line = competitor.read_line()?;
+        let (grants, longest) = line.trim().split_once(' ').ok_or("a process failed")?;
         got.push(Got {
             grants: grants.parse()?,
             longest: Duration::from_micros(longest.parse()?),
@@ -135,8 +136,8 @@ impl Competitor {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        let stdin = child.stdin.take().ok_or("it has no input")?;
-        let stdout = BufReader::new(child.stdout.take().ok_or("it has no output")?);
+        let stdin = child.stdin.take().ok_or("stdin is not piped")?;
+        let stdout = BufReader::new(child.stdout.take().ok_or("stdout is not piped")?);
         Ok(Self {
             child,
             stdin,
@@ -144,14 +145,14 @@ impl Competitor {
         })
     }
 
-    fn line(&mut self) -> Result<String, Box<dyn Error>> {
+    fn read_line(&mut self) -> Result<String, Box<dyn Error>> {
         let mut line = String::new();
         self.stdout.read_line(&mut line)?;
         Ok(line)
     }
 }
 
-/// Takes slots for a time, and prints how many it got, and the longest wait in microseconds.
+/// Competes for slots, then prints the number of grants and the longest wait in microseconds.
 fn compete(url: &str, setting: Setting) -> Result<(), Box<dyn Error>> {
     let size = setting.threads + 2;
     let pool = Endpoint::new(url).pool(size);
@@ -170,9 +171,7 @@ fn compete(url: &str, setting: Setting) -> Result<(), Box<dyn Error>> {
         let threads = (0..setting.threads).map(|_| scope.spawn(|| take(&pool, setting, end)));
         let threads: Vec<_> = threads.collect();
         let results = threads.into_iter().map(|thread| thread.join());
-        results
-            .map(|got| got.expect("a slot is taken or not"))
-            .collect()
+        results.map(|got| got.expect("no thread panics")).collect()
     });
     let grants: u64 = got.iter().map(|got| got.grants).sum();
     let longest = got.iter().map(|got| got.longest).max().unwrap_or_default();
@@ -192,7 +191,7 @@ fn take(pool: &PgPool, setting: Setting, end: Instant) -> Got {
         let admission = semaphore
             .acquire_timeout(pool, rest)
             .expect("the server runs");
-        // A wait that the end has cut off counts, too.
+        // Also counts a wait that ended without a slot.
         got.longest = got.longest.max(began.elapsed());
         if let Some(permit) = admission.admitted() {
             thread::sleep(setting.job);

@@ -1,12 +1,12 @@
 //! The invariants of failovers.
 //!
-//! What Patroni's rounds promise is in `patroni.rs`: they are rounds of lost commits without
-//! synchronous replication, except switchovers, and rounds of two primaries if a Patroni hangs.
+//! A round of Patroni loses commits if replication is asynchronous, except a switchover, and has
+//! two primaries if a Patroni hangs: see `patroni.rs`.
 //!
 //! | What | Never, over all rounds | Never, except commits that a round of lost commits has forgotten |
 //! |---|---|---|
 //! | tokens of locks, permits, leaders and schedules | repeated, or smaller than one that was drawn before | |
-//! | a kept permit, a leader, a schedule | two holders after those of the old primary must have noticed | two holders |
+//! | a kept permit, a leader, a schedule | two holders once those of the old primary must have noticed the loss | two holders |
 //! | a session lock | two holders with one primary | |
 //! | slots | | more than N |
 //! | a schedule | a tick that did not run | the same attempt of a tick again, after it was done |
@@ -17,8 +17,8 @@
 //! | each kind of work | fewer than `minimum.rs` demands | |
 //!
 //! Where two primaries live and the commits of the old one are lost, tokens of the old primary may
-//! be smaller than those of the new one. They never repeat. A process that was suspended may have
-//! believed for too long: that is counted, and is no fault.
+//! be smaller than those of the new one. They never repeat. A suspended process cannot notice a loss
+//! in time, so its overlaps are counted, and are no failure.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::error::Error;
@@ -32,14 +32,14 @@ use workbench::Endpoint;
 use super::{Round, half_of, outages};
 use crate::check::{ends, in_database, too_many};
 use crate::minimum;
-use crate::record::{Done, End, Held, Records};
+use crate::record::{End, Faults, Held, Records};
 use crate::worker::{Campaign, EVERY, QUOTA, SLOTS, TIMEOUT};
 
-/// How late a thread of a busy machine may write that it has noticed.
+/// How late a thread of a busy machine may record that it has noticed a loss.
 const MARGIN: i64 = 50_000;
-/// How much earlier than they were lost commits may have been made that the standby had not received yet.
+/// How far the standby may lag: commits older than this at the beginning of a round are not lost.
 const LAG: i64 = 1_000_000;
-/// How long after the switch every process has reached the new primary.
+/// How soon after the switch every process must have reached the new primary.
 const RECOVERY: i64 = 6_000_000;
 
 const LONGEST: Duration = Campaign::Failover.timeout();
@@ -47,14 +47,14 @@ const LONGEST: Duration = Campaign::Failover.timeout();
 struct Checker<'a> {
     rounds: &'a [Round],
     violations: Vec<String>,
-    /// What was excused because its commit was lost, or by two primaries.
+    /// Violations that are excused by a lost commit or by two primaries.
     excused: BTreeMap<String, usize>,
 }
 
 pub(super) fn all(
     rounds: &[Round],
     records: &Records,
-    done: &Done,
+    faults: &Faults,
     database: &Endpoint,
     length: Duration,
 ) -> Result<(), Box<dyn Error>> {
@@ -68,12 +68,12 @@ pub(super) fn all(
     checker.ticks(records);
     checker.grants(records);
     checker.once(records, database)?;
-    checker.pools(records, done);
-    outages::print(rounds, records, done);
+    checker.pools(records, faults);
+    outages::print(rounds, records, faults);
     if let Err(error) = in_database(database) {
         checker.violations.push(error.to_string());
     }
-    // Nothing can be done while there is no primary.
+    // No work is possible while there is no primary.
     let outages: f64 = rounds.iter().map(Round::seconds).sum();
     let time = length.saturating_sub(Duration::from_secs_f64(outages));
     if let Err(error) = minimum::check(Campaign::Failover, records, database, time) {
@@ -103,7 +103,7 @@ impl Checker<'_> {
         *self.excused.entry(what.to_owned()).or_default() += 1;
     }
 
-    /// Whether what was committed then may be forgotten.
+    /// Whether a commit at this time may be lost.
     fn may_be_lost(&self, at: i64) -> bool {
         let mut rounds = self.rounds.iter();
         rounds.any(|round| {
@@ -111,7 +111,7 @@ impl Checker<'_> {
         })
     }
 
-    /// Whether two primaries drew tokens then, and those of the old one are lost.
+    /// Whether two primaries drew tokens at this time, and those of the old one are lost.
     fn may_be_out_of_order(&self, since: i64, until: i64) -> bool {
         let mut rounds = self.rounds.iter();
         rounds.any(|round| {
@@ -120,11 +120,11 @@ impl Checker<'_> {
         })
     }
 
-    /// Each is larger than all that were known before somebody asked for it.
+    /// Each token is larger than all tokens that were known before it was requested.
     fn tokens(&mut self, records: &Records) {
         let mut tokens = records.tokens.clone();
-        // They were drawn before they were believed in, but not long before. A process that was
-        // suspended in between wrote it down too late: nobody knows when that token was drawn.
+        // A token is drawn shortly before its holding is recorded. If the process was suspended in
+        // between, the record is late, and the time of the draw is unknown.
         let drawn = |held: &Held| match held.was_stopped {
             true => (i64::MIN, i64::MAX, held.token),
             false => (held.from, held.from + 500_000, held.token),
@@ -174,7 +174,7 @@ impl Checker<'_> {
             if name == "slots" {
                 let trusted = held.iter().filter(|held| !held.was_stopped);
                 for at in too_many(SLOTS as usize, trusted) {
-                    // Those who believed in it then may go on for as long as they trusted in it.
+                    // A holder whose commit was lost may go on until its timeout.
                     let timeout = TIMEOUT.as_micros() as i64;
                     if self.may_be_lost(at) || self.may_be_lost(at - timeout) {
                         self.excuse("more than N slots");
@@ -198,7 +198,7 @@ impl Checker<'_> {
         }
         for (name, held) in &records.locks {
             println!("{name}: {} confirmed holdings", held.len());
-            // Their times are those of a client between the lock's grant and its release.
+            // The client took both times while it held the lock, so there is no margin.
             for (from, to) in overlaps(held, 0) {
                 let mut rounds = self.rounds.iter();
                 let two_primaries = rounds.any(|round| {
@@ -284,7 +284,7 @@ impl Checker<'_> {
             let mut grants = grants.clone();
             grants.retain(|at| !self.may_be_lost(*at));
             grants.sort_unstable();
-            // So many in less than so much time are too many.
+            // More than `number` grants within `length` are too many.
             let (number, length) = match name.as_str() {
                 "throttle" => (1, EVERY),
                 _ => ((QUOTA.units + QUOTA.burst) as usize, QUOTA.period),
@@ -352,15 +352,15 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// How long after the switch each process got a reply of the new primary.
-    fn pools(&mut self, records: &Records, done: &Done) {
+    /// Checks how soon after the switch each process got a reply from the new primary.
+    fn pools(&mut self, records: &Records, faults: &Faults) {
         for round in self.rounds {
             let mut back = Vec::new();
             for number in 0..Campaign::Failover.processes() {
                 let switched = round.switched[half_of(number)];
-                // One that was away then, or while it came back, comes back later.
+                // A process with a fault of its own at that time may come back later.
                 let mut back_at = switched;
-                for (_, from, to) in done.away.iter().filter(|away| away.0 == number) {
+                for (_, from, to) in faults.away.iter().filter(|away| away.0 == number) {
                     if *from < back_at + RECOVERY && *to > back_at {
                         back_at = *to;
                     }
@@ -381,7 +381,7 @@ impl Checker<'_> {
     }
 }
 
-/// From when to when there were two, less a margin.
+/// The times at which two were held for longer than `margin`.
 fn overlaps(held: &[Held], margin: i64) -> Vec<(i64, i64)> {
     let mut held = held.to_vec();
     held.sort_by_key(|held| held.from);

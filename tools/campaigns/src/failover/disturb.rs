@@ -1,4 +1,4 @@
-//! What is done to the processes while a failover goes on.
+//! Faults of the processes during a failover.
 
 use std::error::Error;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,23 +7,23 @@ use workbench::RoundTrips;
 
 use super::pause;
 use crate::processes::Processes;
-use crate::record::{Done, now};
+use crate::record::{Faults, now};
 use crate::worker::Campaign;
 
 pub(super) struct Disturber {
     processes: Processes,
-    done: Done,
+    faults: Faults,
 }
 
 impl Disturber {
     pub(super) fn new(processes: Processes) -> Self {
         Self {
             processes,
-            done: Done::default(),
+            faults: Faults::default(),
         }
     }
 
-    /// Disturbs one process after the other until the failover is over, and at least one.
+    /// Injects one fault after another until the failover is over, but at least one.
     pub(super) fn run(
         &mut self,
         proxies: &[RoundTrips],
@@ -31,7 +31,7 @@ impl Disturber {
     ) -> Result<(), String> {
         loop {
             pause(0..1500);
-            // Errors of other types cannot leave their thread.
+            // A boxed error is not `Send`, so it cannot leave the thread.
             let disturbed = self.disturb(proxies);
             disturbed.map_err(|error| error.to_string())?;
             if is_over.load(Ordering::Relaxed) {
@@ -40,8 +40,7 @@ impl Disturber {
         }
     }
 
-    /// Kills a process, or suspends it or cuts it off, for longer than what it holds lasts,
-    /// sometimes.
+    /// Kills a process, or suspends it or cuts it off, sometimes for longer than a lease.
     fn disturb(&mut self, proxies: &[RoundTrips]) -> Result<(), Box<dyn Error>> {
         let number = fastrand::usize(..proxies.len());
         let length = Campaign::Failover.timeout().mul_f64(fastrand::f64() * 1.7);
@@ -50,13 +49,13 @@ impl Disturber {
             0 => {
                 println!("  kill -9 of worker {number}");
                 let record = self.processes.replace(number)?;
-                self.done.killed.insert(record, now());
+                self.faults.killed.insert(record, now());
             }
             1 => {
                 println!("  stop worker {number} for {length:?}");
                 let (from, to) = self.processes.suspend(number, length)?;
                 let record = self.processes.record(number).to_owned();
-                self.done.stopped.push((record, from, to));
+                self.faults.stopped.push((record, from, to));
             }
             _ => {
                 println!("  cut the network of worker {number} for {length:?}");
@@ -65,7 +64,7 @@ impl Disturber {
                 proxies[number].restore();
             }
         }
-        self.done.away.push((number, from, now()));
+        self.faults.away.push((number, from, now()));
         self.processes.check_alive()
     }
 
@@ -73,9 +72,9 @@ impl Disturber {
         self.processes.check_alive()
     }
 
-    /// Lets the processes end, and returns what was done to them.
-    pub(super) fn finish(mut self) -> Result<Done, Box<dyn Error>> {
+    /// Ends the processes. Returns the faults that were injected.
+    pub(super) fn finish(mut self) -> Result<Faults, Box<dyn Error>> {
         self.processes.finish()?;
-        Ok(self.done)
+        Ok(self.faults)
     }
 }

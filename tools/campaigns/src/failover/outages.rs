@@ -1,21 +1,21 @@
-//! For how long processes could not work around a failover.
+//! How long each failover kept the processes from working.
 
 use super::{Round, half_of};
-use crate::record::{Done, Records};
+use crate::record::{Faults, Records};
 use crate::worker::{Campaign, pool_of};
 
-/// How long after a round its outage may still go on, in microseconds.
+/// How long an outage may outlast its round, in microseconds.
 const AFTERMATH: i64 = 6_000_000;
 
 /// Prints, for each round and process, the longest time between two replies of the database.
-pub(super) fn print(rounds: &[Round], records: &Records, done: &Done) {
+pub(super) fn print(rounds: &[Round], records: &Records, faults: &Faults) {
     println!("the longest time without a reply, in seconds:");
     for round in rounds {
         let (from, to) = (round.began, round.ended + AFTERMATH);
         let outage = |number: usize| {
             let pool = pool_of(number);
             let way = half_of(number) + 1;
-            let mut away = done.away.iter();
+            let mut away = faults.away.iter();
             let was_disturbed = away.any(|away| away.0 == number && away.1 < to && away.2 > from);
             let probes = records.probes.get(&number).map_or(&[][..], Vec::as_slice);
             let pauses = probes

@@ -1,17 +1,17 @@
-//! Failovers that Patroni decides on: three servers, and a proxy that follows the primary.
+//! Failovers by Patroni: three servers, and a proxy that follows the primary.
 //!
 //! | Event | What is lost |
 //! |---|---|
 //! | switchover | nothing: the old primary stops once a standby has received all commits |
 //! | crash, synchronous | nothing |
 //! | crash, asynchronous | the last commits |
-//! | hung Patroni, synchronous | nothing but exclusion by session locks, which two servers grant |
-//! | hung Patroni, asynchronous | all commits on the old primary, until its Patroni goes on |
+//! | hung Patroni, synchronous | only exclusion by session locks, which both servers grant |
+//! | hung Patroni, asynchronous | all commits on the old primary, until its Patroni resumes |
 //!
-//! What is not lost is promised as on one primary, and what is lost is forgotten: see `check.rs`.
-//! There is no watchdog, so a hung Patroni does not stop its server. The key of the primary expires
-//! after the ttl, a standby is promoted, and the old primary goes on serving the sessions that it
-//! has. With synchronous replication the commits of these sessions wait and are never acknowledged.
+//! Whatever is not lost must hold as on one primary: see `check.rs`. There is no watchdog, so a hung
+//! Patroni does not stop its server: the leader key expires after the ttl, a standby is promoted,
+//! and the old primary still serves its sessions. With synchronous replication their commits wait
+//! and are never acknowledged.
 
 use std::error::Error;
 use std::thread;
@@ -23,10 +23,10 @@ use workbench::Patroni;
 
 use super::{Kind, Round, check, directory_of_records, half_of, pause};
 use crate::processes::Processes;
-use crate::record::{self, Done, now};
+use crate::record::{self, Faults, now};
 use crate::worker::{self, Campaign};
 
-/// What is done to the node of the primary.
+/// What happens to the primary's node.
 #[derive(Clone, Copy)]
 enum Event {
     Switchover,
@@ -44,7 +44,8 @@ pub(crate) fn run(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
     let directory = directory_of_records(patroni.directory())?;
     println!("Patroni's ttl is {:?}", Patroni::TTL);
 
-    // The second half is on a way that leaves sessions on an old primary whose Patroni hangs.
+    // The second half connects through a proxy that keeps the sessions on an old primary whose
+    // Patroni hangs.
     let ways = [patroni.endpoint(), patroni.lingering_endpoint()];
     let urls = (0..campaign.processes()).map(|number| ways[half_of(number)].url());
     let mut processes = Processes::new(campaign, urls.collect(), directory.clone());
@@ -69,8 +70,8 @@ pub(crate) fn run(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
     patroni.wait_for_standbys(false);
     let length = start.elapsed();
     processes.finish()?;
-    let records = record::read_all(&directory, &Done::default())?;
-    check::all(&rounds, &records, &Done::default(), &database, length)
+    let records = record::read_all(&directory, &Faults::default())?;
+    check::all(&rounds, &records, &Faults::default(), &database, length)
 }
 
 fn fail_over(

@@ -1,5 +1,5 @@
-//! What does each operation cost over a slow network? No constant of the crate may know how far away the server is: no operation may
-//! open a connection at each call, and what the server has refused must be told as a refusal, however long its replies take.
+//! Measures what each operation costs over a slow network. However long replies take, no operation
+//! may open a connection per call, and a refusal by the server must be returned as a refusal.
 
 mod many;
 mod operations;
@@ -13,23 +13,25 @@ use std::time::{Duration, Instant};
 use diesel_interlock::{Error as InterlockError, migrations};
 use workbench::{Cluster, Database, RoundTrips};
 
-const USAGE: &str = "usage: scripts/campaign network [--round-trip MS] [--runs N] [--only TEXT] | --waiters
+const USAGE: &str =
+    "usage: scripts/campaign network [--round-trip MS] [--runs N] [--only TEXT] | --waiters
 
-  --round-trip MS  only at this round trip (default: 0, 5, 20, 60, 120 and 250), with and without jitter, which makes a round trip
-                   up to twice as long
-  --runs N         how often each operation is measured (default: 10), after three times that are not
-  --only TEXT      only operations whose name contains it
-  --waiters        measures instead how three processes share a lock, and what thousands of waiters of a process send
+  --round-trip MS  only this round trip (default: 0, 5, 20, 60, 120 and 250), with and without
+                   jitter, which makes a round trip up to twice as long
+  --runs N         measured runs per operation, after three that are not measured (default: 10)
+  --only TEXT      only operations whose name contains TEXT
+  --waiters        instead, measures how three processes share a lock, and how many round trips
+                   thousands of waiters in one process cause
 
-The table has a line for each operation, pool and round trip: new sessions per 100 operations once the pool is full, round trips per
-operation with the test at check-out that is the default of each pool, and what came of the operations. Exits with 1 if an operation
-opens more than 2 sessions per 100, a busy wait does not say so, or there is an error.";
+Prints a line for each operation, pool and round trip: new sessions per 100 operations once the pool
+is full, round trips per operation including the pool's default test at check-out, and the outcomes.
+Exits with 1 if an operation opens more than 2 sessions per 100, or has an unexpected outcome.";
 
 const ROUND_TRIPS: [u64; 6] = [0, 5, 20, 60, 120, 250];
 
 fn main() -> Result<(), Box<dyn Error>> {
     if many::is_process() {
-        return many::process();
+        return many::run_process();
     }
     let (mut round_trips, mut runs, mut only) = (ROUND_TRIPS.to_vec(), 10, String::new());
     let mut arguments = std::env::args().skip(1);
@@ -64,7 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Each group of operations over each pool, with and without jitter, all at the same time.
+/// Measures each group of operations over each pool, with and without jitter, all concurrently.
 fn measure(database: &Database, round_trip: Duration, runs: u32, only: &str) -> Vec<Line> {
     let jitters = [Duration::ZERO, round_trip / 2];
     let jitters = &jitters[..if round_trip.is_zero() { 1 } else { 2 }];
@@ -98,37 +100,38 @@ fn measure(database: &Database, round_trip: Duration, runs: u32, only: &str) -> 
     lines
 }
 
-/// Where operations are measured.
+/// A pool at a round trip, where operations are measured.
 pub(crate) struct Place<'a> {
     pool: &'static str,
     pub(crate) round_trip: Duration,
     jitter: Duration,
     runs: u32,
     only: &'a str,
-    /// Without delay.
+    /// The database past the proxy, without delay.
     pub(crate) database: &'a Database,
-    /// Of all handles, so that places do not meet.
+    /// Key of all handles, so that places do not interfere.
     pub(crate) key: String,
     pub(crate) proxy: RoundTrips,
-    /// All pools are.
+    /// Passed when the pools of all places are full.
     are_open: &'a Barrier,
     lines: &'a Mutex<Vec<Line>>,
 }
 
 impl Place<'_> {
-    /// From now on the network is slow. All begin at the same time, because to open connections is work.
+    /// Slows the network down, after all places have opened their connections: opening is work that
+    /// would disturb the measurements of others.
     pub(crate) fn slow_down(&self) {
         self.are_open.wait();
         self.proxy.set_delay(self.round_trip, self.jitter);
     }
 
-    /// A timeout in which a check-out and a try certainly get their replies, and not always the same.
+    /// A random timeout, long enough for the replies to a check-out and a try.
     pub(crate) fn timeout(&self) -> Duration {
         let slowest = self.round_trip + 2 * self.jitter;
         Duration::from_millis(250) + slowest.mul_f64(3.0 + 3.0 * fastrand::f64())
     }
 
-    /// Measures an operation. What comes of it must be one of `right`.
+    /// Measures an operation whose outcome must be one of `right`.
     pub(crate) fn measure(
         &self,
         operation: &'static str,

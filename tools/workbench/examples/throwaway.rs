@@ -1,4 +1,4 @@
-//! Starts a throwaway PostgreSQL server, prints its URL, and keeps it until the standard input ends.
+//! Starts a throwaway PostgreSQL server, prints its URL, and stops it when standard input ends.
 
 use std::io::{self, Read};
 

@@ -27,7 +27,7 @@ pub fn runtime() -> &'static Runtime {
     })
 }
 
-/// Runs a future on the calling thread, which must not be one of a runtime; what it spawns runs on [`runtime`].
+/// Runs a future on the calling thread, which must not belong to a runtime. Tasks that it spawns run on [`runtime`].
 pub fn block_on<F: Future>(future: F) -> F::Output {
     runtime().block_on(future)
 }
@@ -48,7 +48,7 @@ impl Endpoint {
         AsyncPgConnection::establish(&self.url()).await
     }
 
-    /// A pool of deadpool with at most `size` connections, which are not checked at a checkout.
+    /// A pool of deadpool with at most `size` connections, which are not tested at a checkout.
     pub fn deadpool(&self, size: u32) -> deadpool::Pool<AsyncPgConnection> {
         deadpool::Pool::builder(self.async_manager(RecyclingMethod::Fast))
             .max_size(size as usize)
@@ -56,7 +56,7 @@ impl Endpoint {
             .unwrap_or_else(cannot("make a pool"))
     }
 
-    /// A pool of bb8 with at most `size` connections, which are not checked at a checkout. A checkout from an exhausted
+    /// A pool of bb8 with at most `size` connections, which are not tested at a checkout. A checkout from an exhausted
     /// pool fails after ten seconds.
     pub fn bb8(&self, size: u32) -> bb8::Pool<AsyncPgConnection> {
         let _entered = runtime().enter();
@@ -67,8 +67,7 @@ impl Endpoint {
             .build_unchecked(self.async_manager(RecyclingMethod::Fast))
     }
 
-    /// What opens the connections of an asynchronous pool with settings of its own. As everywhere here, they use TLS where
-    /// the endpoint requires it.
+    /// The manager for an asynchronous pool with other settings. Connections use TLS if the endpoint requires it.
     pub fn async_manager(
         &self,
         recycling_method: RecyclingMethod<AsyncPgConnection>,

@@ -17,14 +17,14 @@ pub use self::builder::ClusterBuilder;
 use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::{POLL, Watcher};
 
-/// How long a server may take to be set up, to accept connections, and to stop. An idle machine needs half a second.
+/// How long a server may take to be set up, to accept connections, or to stop. An idle machine needs half a second.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A throwaway PostgreSQL server.
 ///
-/// It listens on a Unix socket in its own directory only, unless its settings differ, trusts everybody who can reach that, and has the superuser
-/// `postgres`. When the tests run as root, which PostgreSQL refuses to run as, the server runs as the user `postgres` or
-/// else `nobody`. Dropping the value stops the server and removes its directory.
+/// It listens only on a Unix socket in its own directory, unless its settings differ, trusts everybody who can reach the
+/// socket, and has the superuser `postgres`. PostgreSQL refuses to run as root, so if this process does, the server runs as
+/// the user `postgres` or else `nobody`. Dropping the value stops the server and removes its directory.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -64,7 +64,7 @@ impl Cluster {
         ClusterBuilder::new()
     }
 
-    /// Runs the program that makes the data directory, and starts the server.
+    /// Creates the data directory with a command of the watcher, and starts the server.
     fn set_up(builder: ClusterBuilder, binaries: PathBuf, command: &str) -> Self {
         let mut watcher = Watcher::start(&binaries, &builder.environment);
         watcher.run(command);
@@ -90,8 +90,7 @@ impl Cluster {
         cluster
     }
 
-    /// Chooses the port before the server starts for the first time. A TCP port is one that is free, which another program
-    /// may take before the server does.
+    /// Chooses the port before the first start. Another program may take a free TCP port before the server does.
     fn choose_port(&self) -> u16 {
         if !self.builder.tls {
             return self.builder.port;
@@ -103,7 +102,7 @@ impl Cluster {
         port
     }
 
-    /// Adds lines to `postgresql.conf`, of which the last one for a parameter is taken.
+    /// Appends lines to `postgresql.conf`. The last line for a parameter wins.
     fn append(&self, lines: &str) {
         let path = self.directory().join("data/postgresql.conf");
         let file = fs::OpenOptions::new().append(true).open(path);
@@ -117,14 +116,14 @@ impl Cluster {
         self.serve(|| ());
     }
 
-    /// Starts the server, and waits until it accepts connections. Calls `before_retry` when it will be tried again.
+    /// Starts the server, and waits until it accepts connections. Calls `before_retry` before each retry.
     fn serve(&self, mut before_retry: impl FnMut()) {
         let mut watcher = self.watcher();
         watcher.run("serve");
         self.wait_until("ready", || {
             if !watcher.is_running() {
-                // The processes of a server that was killed end when they notice it, and another program's port, that was
-                // free when it was chosen, becomes free again.
+                // Retries while processes of a killed server still run, and if another program has taken the port that was
+                // free when it was chosen.
                 let log = self.end_of_log();
                 let is_port_taken = self.builder.tls && log.contains("Address already in use");
                 let is_in_use = is_port_taken || log.contains("is still in use");
@@ -132,7 +131,7 @@ impl Cluster {
                 before_retry();
                 watcher.run("serve");
             }
-            // The last line says so.
+            // The first line is the pid, and the eighth the state.
             let state = watcher.read("data/postmaster.pid");
             let mut lines = state.lines().map(str::trim);
             lines.next() == Some(watcher.read("pid").trim()) && lines.nth(6) == Some("ready")
@@ -147,7 +146,7 @@ impl Cluster {
         });
     }
 
-    /// Kills the server's first process, as the kernel does that is out of memory. The others end when they notice it.
+    /// Kills the server's first process, as an out-of-memory killer would. The others end when they notice.
     pub fn kill(&self) {
         self.end("KILL");
     }
@@ -181,14 +180,14 @@ impl Cluster {
         Self::set_up(self.builder.clone(), self.binaries.clone(), &copy)
     }
 
-    /// Starts a backup of this server, which must be running, as a server of its own: as a snapshot or the image of a machine
-    /// is started, which nobody has told that it is a copy.
+    /// Starts a base backup of this server, which must be running, as another server. Like a restored snapshot or machine
+    /// image, that server cannot know that it is a copy.
     pub fn backup(&self) -> Self {
         let backup = format!("backup {}", self.url("postgres"));
         Self::set_up(self.builder.clone(), self.binaries.clone(), &backup)
     }
 
-    /// Stops this server, and starts a new one with its data, by the `pg_upgrade` of the programs in a directory.
+    /// Stops this server, and starts a new one with its data, upgraded by the `pg_upgrade` in the directory `binaries`.
     pub fn upgraded(&self, binaries: &Path) -> Self {
         self.stop(StopMode::Fast);
         let upgrade = format!(
@@ -199,7 +198,7 @@ impl Cluster {
         Self::set_up(self.builder.clone(), binaries.to_owned(), &upgrade)
     }
 
-    /// Lets a standby go on without its primary, from which it has received nothing since [`detach`](Self::detach), and accept writes.
+    /// Promotes a standby, which then accepts writes. After [`detach`](Self::detach), later commits of its primary are missing.
     pub fn promote(&self) {
         let mut conn = self.endpoint("postgres").connect();
         let promoted = diesel::select(diesel::dsl::sql::<diesel::sql_types::Bool>(
@@ -214,7 +213,7 @@ impl Cluster {
         );
     }
 
-    /// Cuts a standby off: it receives nothing more, so a promotion loses what its primary commits from now on.
+    /// Cuts a standby off from its primary, so that a promotion loses what the primary commits from now on.
     pub fn detach(&self) {
         use diesel::connection::SimpleConnection;
 
@@ -257,8 +256,8 @@ impl Cluster {
         fs::read_to_string(self.directory().join("log")).unwrap_or_default()
     }
 
-    /// The operators of [`Database::set_operators`] that statements have referred to, each with the
-    /// beginning of its statement.
+    /// The operators of [`Database::set_operators`] that statements referred to, each with the
+    /// beginning of the statement.
     ///
     /// [`Database::set_operators`]: crate::Database::set_operators
     pub fn found_operators(&self) -> Vec<String> {

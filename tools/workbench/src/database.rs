@@ -15,10 +15,10 @@ use crate::cluster::Cluster;
 use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::random;
 
-/// The pattern of the names of our databases, which contain when they were made. Nothing else is ever dropped.
+/// The pattern of our databases' names, which contain the time of their creation. No other database is ever dropped.
 const PATTERN: &str = "^interlock_test_([0-9]{10})_[0-9a-f]{16}_[0-9]+$";
 
-/// How old a database of a killed run is when it is dropped, in seconds.
+/// The age in seconds from which on a database of a killed run is dropped.
 const LEFT_BEHIND: u64 = 3600;
 
 /// An empty database of its own, dropped with the value. Connections and pools are those of its [`Endpoint`].
@@ -45,8 +45,8 @@ pub struct Database {
 }
 
 impl Database {
-    /// Makes a database, on the server of `DATABASE_URL` if that is set, else on a server that is started for this
-    /// process at the first call. The role of `DATABASE_URL` needs the right to create databases.
+    /// Creates a database on the server of `DATABASE_URL`, whose role needs the right to create databases. If `DATABASE_URL`
+    /// is not set, the first call starts a server for this process.
     // Not a cheap constant, as `default` would suggest.
     #[allow(clippy::new_without_default)]
     pub fn new() -> Self {
@@ -66,7 +66,7 @@ impl Database {
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let name = format!("interlock_test_{now:010}_{process:016x}_{number}");
         let mut conn = connect_to_maintain(&maintenance).unwrap_or_else(cannot("connect"));
-        // Unlike `template1`, `template0` has no sessions, which would prevent this, and nothing of the user's.
+        // `template0`, because sessions in `template1` would prevent this, and it may contain objects of the user.
         let create = format!("CREATE DATABASE {name} TEMPLATE template0 {options}");
         let created = diesel::sql_query(create).execute(&mut conn);
         created.unwrap_or_else(cannot("create a database, which every test needs"));
@@ -82,7 +82,7 @@ impl Database {
     /// Fills the schema `public` with functions, types and relations that have the names and the
     /// arguments of PostgreSQL's own, on request also with operators, and puts it first in the
     /// search path of later sessions. A statement that finds one of them by the search path fails,
-    /// and [`sprung_traps`](Self::sprung_traps) knows.
+    /// and [`sprung_traps`](Self::sprung_traps) counts it.
     pub fn set_traps(&self, has_operators: bool) {
         let conn = &mut self.connect();
         // The operators first, because the functions are in the way afterwards.
@@ -99,7 +99,7 @@ impl Database {
 
     /// Creates in the schema `public` every operator that `pg_catalog` lacks for exactly these
     /// types, among them the types of `resource_control`, if that is installed. A statement that
-    /// refers to one of them is an error, and [`Cluster::found_operators`] knows. Needs a superuser.
+    /// refers to one of them is an error, and [`Cluster::found_operators`] has it. Needs a superuser.
     pub fn set_operators(&self) {
         let conn = &mut self.connect();
         let set = conn
@@ -182,12 +182,12 @@ fn drop_left_behind(server: &Endpoint) {
     ));
     let names = diesel::select(names).load::<String>(&mut conn);
     for name in names.unwrap_or_default() {
-        // Without FORCE, because a new run may have connected meanwhile.
+        // Without FORCE, because another process may have connected meanwhile.
         let _ = diesel::sql_query(format!("DROP DATABASE IF EXISTS {name}")).execute(&mut conn);
     }
 }
 
-/// Opens a connection that does not wait for ever.
+/// Opens a connection, with a timeout.
 fn connect_to_maintain(maintenance: &Endpoint) -> ConnectionResult<PgConnection> {
     PgConnection::establish(&maintenance.url_with("connect_timeout", "10"))
 }

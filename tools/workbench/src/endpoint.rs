@@ -68,8 +68,8 @@ impl Endpoint {
 
     /// A pool of r2d2 with at most `size` connections.
     ///
-    /// They are opened when they are first needed, and checked by a round trip at every checkout, which is r2d2's
-    /// default. A checkout from an exhausted pool fails after ten seconds.
+    /// Connections are opened on demand, and tested by a round trip at every checkout, which is r2d2's default. A checkout
+    /// from an exhausted pool fails after ten seconds.
     pub fn pool(&self, size: u32) -> Pool<ConnectionManager<PgConnection>> {
         Pool::builder()
             .max_size(size)
@@ -79,7 +79,7 @@ impl Endpoint {
             .unwrap_or_else(cannot("make a pool"))
     }
 
-    /// What opens the connections of a pool of r2d2 with settings of its own.
+    /// The manager for a pool of r2d2 with other settings.
     pub fn manager(&self) -> ConnectionManager<PgConnection> {
         ConnectionManager::new(self.url())
     }

@@ -1,4 +1,4 @@
--- The same for operators.
+-- As traps.sql, for operators.
 DO $traps$
 DECLARE
     trap record;
@@ -11,7 +11,7 @@ BEGIN
             FROM pg_operator AS o WHERE o.oprnamespace = 'pg_catalog'::regnamespace AND
                 o.oprright <> 0
         UNION ALL
-        -- Nearer matches than PostgreSQL's own.
+        -- Operators that match these operands better than PostgreSQL's own do.
         SELECT name, l, r, 'boolean'
             FROM unnest(ARRAY['=', '<>', '<', '>', '<=', '>=']) AS name,
                 unnest(ARRAY['text', 'name', 'varchar', 'oid', 'regclass', 'regnamespace',

@@ -18,15 +18,15 @@ use crate::program;
 use crate::watcher::{POLL, Watcher, random};
 
 const NODES: usize = 3;
-/// In seconds, how long a primary keeps its key in etcd without its Patroni: the shortest time that
-/// newer versions accept.
+/// Patroni's ttl in seconds: how long the leader key outlives the last renewal by the primary's
+/// Patroni. Newer versions accept no shorter one.
 const TTL: u32 = 20;
 /// How long servers may take to be copied, rewound, promoted, and caught up with.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// How long a Patroni that runs may take for its reply.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a running Patroni may take to reply.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Three servers, each with its Patroni, an etcd, and `HAProxy`, which leads clients to the server
+/// Three servers, each with its Patroni, an etcd, and `HAProxy`, which routes clients to the server
 /// that its Patroni calls the primary.
 ///
 /// Everything listens on free ports of the loopback interface and trusts everybody on this machine.
@@ -47,20 +47,20 @@ pub struct Patroni {
 #[derive(Debug)]
 struct Node {
     watcher: Watcher,
-    /// Of Patroni's REST API.
+    /// The port of Patroni's REST API.
     api: u16,
     server: Endpoint,
 }
 
 impl Patroni {
-    /// How long a primary keeps its key in etcd without its Patroni.
+    /// How long the leader key outlives the last renewal by the primary's Patroni.
     pub const TTL: Duration = Duration::from_secs(TTL as u64);
 
     /// Starts everything, and waits until two standbys follow their primary, asynchronously.
     pub fn start() -> Self {
         let ports = free_ports(2 + 2 + 2 * NODES);
         let [store_port, peer_port, first, second, rest @ ..] = &ports[..] else {
-            unreachable!("so many ports were asked for");
+            unreachable!("`free_ports` returns as many ports as requested");
         };
         let store = start_store(*store_port, *peer_port);
         let nodes: Vec<_> = rest
@@ -79,13 +79,13 @@ impl Patroni {
         patroni
     }
 
-    /// The way to the primary. Sessions on a server whose Patroni no longer replies are closed.
+    /// The primary. The proxy closes sessions on a server whose Patroni no longer replies.
     pub fn endpoint(&self) -> Endpoint {
         endpoint(self.ports[0])
     }
 
-    /// The way to the primary of a proxy without `on-marked-down shutdown-sessions`: sessions stay
-    /// on the old primary until that ends them.
+    /// The primary, through a proxy without `on-marked-down shutdown-sessions`: sessions stay on the
+    /// old primary until that closes them.
     pub fn lingering_endpoint(&self) -> Endpoint {
         endpoint(self.ports[1])
     }
@@ -97,12 +97,12 @@ impl Patroni {
 
     fn says_primary(&self, node: usize) -> bool {
         matches!(
-            self.nodes[node].ask("GET", "/primary", "", PATIENCE),
+            self.nodes[node].ask("GET", "/primary", "", REPLY_TIMEOUT),
             Ok((200, _))
         )
     }
 
-    /// Whether a server itself would take writes, whatever its Patroni says.
+    /// Whether a server accepts writes, whatever its Patroni says.
     pub fn takes_writes(&self, node: usize) -> bool {
         let Ok(mut conn) = PgConnection::establish(&self.nodes[node].server.url()) else {
             return false;
@@ -130,7 +130,7 @@ impl Patroni {
                 return false;
             };
             let conn = PgConnection::establish(&self.nodes[primary].server.url());
-            // Patroni promotes no other standby than the one that it knows as synchronous.
+            // Patroni promotes only the standby that it considers synchronous.
             let knows = (0..NODES)
                 .filter(|node| self.nodes[*node].replies("/synchronous"))
                 .count();
@@ -143,7 +143,7 @@ impl Patroni {
     pub fn set_synchronous(&self, is_synchronous: bool) {
         let primary = self.primary().expect("a primary runs");
         let setting = format!(r#"{{"synchronous_mode": {is_synchronous}}}"#);
-        let reply = self.nodes[primary].ask("PATCH", "/config", &setting, PATIENCE);
+        let reply = self.nodes[primary].ask("PATCH", "/config", &setting, REPLY_TIMEOUT);
         let (status, text) = reply.unwrap_or_else(cannot("set the mode"));
         assert!(status == 200, "the mode is not set: {text}");
         self.wait_for_standbys(is_synchronous);
@@ -179,12 +179,12 @@ impl Patroni {
         watcher.run("node");
     }
 
-    /// Suspends a node's Patroni. Its server goes on.
+    /// Suspends a node's Patroni. Its server keeps running.
     pub fn suspend(&mut self, node: usize) {
         self.nodes[node].watcher.signal("STOP");
     }
 
-    /// Lets a suspended Patroni go on.
+    /// Resumes a suspended Patroni.
     pub fn resume(&mut self, node: usize) {
         self.nodes[node].watcher.signal("CONT");
     }
@@ -213,8 +213,8 @@ impl Node {
         let directory = watcher.directory();
         let binaries = binaries::directory();
         let binaries = binaries.display();
-        // As those of `Cluster`, where Patroni allows it. Patroni 3.0.2 with etcd's third API
-        // (`etcd3`) was seen to refuse for minutes to name a synchronous standby after a switchover
+        // The settings of `Cluster`, where Patroni allows them. Not `etcd3`: with etcd's third API,
+        // Patroni 3.0.2 was seen to name no synchronous standby for minutes after a switchover
         // ("key updated by someone else").
         let settings = format!(
             "scope: workbench
@@ -265,7 +265,7 @@ watchdog: {{mode: 'off'}}
     }
 
     fn replies(&self, path: &str) -> bool {
-        matches!(self.ask("GET", path, "", PATIENCE), Ok((200, _)))
+        matches!(self.ask("GET", path, "", REPLY_TIMEOUT), Ok((200, _)))
     }
 
     /// The status and the text of a reply of Patroni's REST API.
@@ -370,9 +370,8 @@ fn end_of(watcher: &Watcher) -> String {
     lines[lines.len().saturating_sub(30)..].join("\n") + "\n"
 }
 
-/// Ports that are free, below those that Linux gives to the near end of a connection, so that none
-/// takes the port of a program that is down for a moment. Another program may take one before ours
-/// does: then ours says so.
+/// Free ports, below Linux's ephemeral range, so that no connection takes the port of a program that
+/// is down for a moment. If another program takes a port first, ours fails and says so.
 fn free_ports(number: usize) -> Vec<u16> {
     let mut random = fastrand::Rng::with_seed(random());
     let mut listeners: Vec<(u16, TcpListener)> = Vec::new();

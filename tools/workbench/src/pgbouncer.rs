@@ -9,7 +9,7 @@ use crate::endpoint::{Endpoint, cannot};
 use crate::program;
 use crate::watcher::Watcher;
 
-/// What a client of the pooler has a server session for.
+/// How long the pooler assigns a server session to a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PoolMode {
     /// As long as it is connected.
@@ -32,8 +32,8 @@ pub struct PgBouncer {
 }
 
 impl PgBouncer {
-    /// Starts a pooler with at most `sessions` server sessions. Clients may name their prepared statements in transaction
-    /// mode, too, if it [follows them](Self::follows_prepared_statements).
+    /// Starts a pooler with at most `sessions` server sessions. Clients may also use named prepared statements in
+    /// transaction mode if the pooler [follows them](Self::follows_prepared_statements).
     pub fn in_front_of(server: &Endpoint, mode: PoolMode, sessions: u32) -> Self {
         Self::with_settings(server, mode, sessions, "")
     }
@@ -50,7 +50,7 @@ impl PgBouncer {
         };
         let (host, port) = server.address();
         let user = server.user();
-        // Earlier versions do not know the setting.
+        // Earlier versions reject the setting.
         let follows = Self::follows_prepared_statements();
         let prepared = if follows {
             "max_prepared_statements = 200"
@@ -81,13 +81,13 @@ impl PgBouncer {
         }
     }
 
-    /// Whether a client may name its prepared statements in transaction mode: since version 1.21.
+    /// Whether clients may use named prepared statements in transaction mode: since version 1.21.
     pub fn follows_prepared_statements() -> bool {
         Self::version() >= [1, 21]
     }
 
-    /// The numbers of the version that is installed. Versions 1.18 to 1.20 may end when a client cancels a query and does
-    /// not wait until the pooler has passed that on, as tokio-postgres does.
+    /// The installed version, major and minor. Versions 1.18 to 1.20 may crash when a client cancels a query and does not
+    /// wait until the pooler has forwarded the request; tokio-postgres does not wait.
     pub fn version() -> [u32; 2] {
         let output = Command::new(binaries().join("pgbouncer"))
             .arg("--version")

@@ -8,13 +8,12 @@ use crate::endpoint::{Endpoint, cannot};
 use crate::program;
 use crate::watcher::Watcher;
 
-/// pgpool-II in front of a primary and a standby. Every statement outside a transaction that only reads goes to the standby;
-/// pgpool-II takes a `SELECT` for such a statement if each function in its text is stable or immutable. Everything else goes to
-/// the primary. Connections and pools through it are those of its [`Endpoint`], and are 60 at most: others wait for one of these
-/// to close.
+/// pgpool-II in front of a primary and a standby. Every read-only statement outside a transaction goes to the standby, and
+/// everything else to the primary. For pgpool-II, a `SELECT` is read-only if each function in its text is stable or immutable.
+/// Connections and pools through it are those of its [`Endpoint`]. The 61st connection waits until another one closes.
 ///
-/// A client has one session on the primary and one on the standby for as long as it is connected. Listens on a Unix socket only.
-/// Goes away with the value, or with the process that started it.
+/// A client has one session on the primary and one on the standby for as long as it is connected. It listens on a Unix socket
+/// only, and ends with the value, or with the process that started it.
 ///
 /// It needs the program `pgpool` on the `PATH`, or in `/usr/sbin`, where Debian has it.
 #[derive(Debug)]
@@ -34,8 +33,8 @@ impl Pgpool {
         let endpoint = primary.clone().with_address(directory, 5432);
         let [(primary, first_port), (standby, second_port)] =
             [primary, standby].map(Endpoint::address);
-        // A version ignores the settings of others: directories have new names since 4.4 and 4.7. The port is that of the socket's
-        // name. Caches are small because they are allocated whether they are used or not.
+        // The names of directories changed in 4.4 and 4.7, and a version ignores the names of others. The port is part of the
+        // socket's name. Caches are small because they are allocated even if unused.
         let settings = format!(
             "backend_clustering_mode = 'streaming_replication'\n\
              listen_addresses = ''\n\

@@ -1,4 +1,4 @@
-//! Programs that stand between clients and a server.
+//! Programs between clients and a server.
 
 use std::env;
 use std::os::unix::net::UnixStream;
@@ -11,7 +11,7 @@ use crate::watcher::{POLL, Watcher};
 /// How long a program may take to listen, or to end.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(10);
 
-/// The directory of a program: on the `PATH`, or `/usr/sbin`, where Debian has poolers.
+/// The directory of a program: on the `PATH`, or `/usr/sbin`, where Debian installs poolers.
 pub(crate) fn directory_of(program: &str, package: &str) -> PathBuf {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path)

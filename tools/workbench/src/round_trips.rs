@@ -21,7 +21,7 @@ use self::link::{Link, Passed, Replies, Requests, Side};
 use crate::endpoint::Endpoint;
 use crate::watcher::POLL;
 
-/// How many pieces may be under way in one direction of a connection before the sender has to wait.
+/// How many pieces may be in flight in one direction of a connection before the sender has to wait.
 const WINDOW: usize = 1024;
 
 /// A socket of any family: the standard library's type for Unix sockets does to it just what a TCP socket needs, too.
@@ -77,7 +77,7 @@ struct Shared {
 enum Network {
     Works,
     IsCut,
-    /// The proxy has ended.
+    /// The proxy was dropped.
     IsGone,
 }
 
@@ -160,7 +160,7 @@ impl RoundTrips {
         self.shared.faults.arm(n, when, Effect::IsSilent)
     }
 
-    /// Forgets the faults whose messages have not come.
+    /// Cancels the faults that have not happened.
     pub fn disarm(&self) {
         self.shared.faults.disarm();
     }
@@ -176,13 +176,13 @@ impl RoundTrips {
         self.shared.set(Network::Works);
     }
 
-    /// Leads connections that are made from now on to the same database of another server, as after a failover. Those that are open
-    /// stay where they are, until one [severs](Self::sever) them.
+    /// Routes new connections to the same database of another server, as after a failover. Open connections stay where they
+    /// are until they are [severed](Self::sever).
     pub fn switch_to(&self, server: &Endpoint) {
         *lock(&self.shared.server) = server.address();
     }
 
-    /// Closes all connections, as a server does that crashes. New ones may be made.
+    /// Closes all connections, as a crashing server would. New ones can be opened.
     pub fn sever(&self) {
         for link in lock(&self.shared.links).drain(..) {
             if let Some(link) = link.upgrade() {

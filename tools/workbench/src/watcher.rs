@@ -1,4 +1,4 @@
-//! The process that owns a server and outlives the one that started it.
+//! The process that owns a server, and outlives the process that started it.
 
 use std::collections::hash_map::RandomState;
 use std::env;
@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use crate::endpoint::cannot;
 
-/// How often a file is looked at that another process is about to change.
+/// How often a state is polled that another process is about to change.
 pub(crate) const POLL: Duration = Duration::from_millis(5);
 
-/// A shell that makes a directory, runs PostgreSQL's programs in it one at a time, and at the end of its standard
-/// input, whose other end this process holds, stops the program and removes the directory.
+/// A shell that creates a directory and runs PostgreSQL's programs in it, one at a time. When its standard input ends,
+/// whose other end this process holds, it stops the program and removes the directory.
 ///
 /// The kernel closes our end of that pipe whether this process returns from `main`, panics, aborts or is killed. The
 /// shell is in a process group of its own and ignores the signals that a terminal sends, so nothing that ends this
@@ -38,7 +38,7 @@ impl Watcher {
         let directory = format!("{}/interlock-{:016x}", env::temp_dir().display(), random());
         let mut command = Command::new("/bin/sh");
         command
-            // Not the script itself, which would fill the screen in every list of processes.
+            // By a variable: as an argument, the script would fill every list of processes.
             .args(["-c", "eval \"$WATCHER\"", "watcher"])
             .arg(&directory)
             .arg(binaries)
@@ -49,8 +49,7 @@ impl Watcher {
         if let Some((uid, gid)) = required_owner() {
             command.uid(uid).gid(gid);
         }
-        // Settings for clients, some of which the server would take as its own, and those of
-        // another Patroni.
+        // Settings for clients and for another Patroni, which the programs would take as their own.
         for (name, _) in env::vars_os() {
             let text = name.to_string_lossy();
             if text.starts_with("PG") || text.starts_with("PATRONI_") {
@@ -83,7 +82,7 @@ impl Watcher {
         Path::new(&self.directory).join(file)
     }
 
-    /// The text of a file in the directory, empty where there is none.
+    /// The text of a file in the directory, or an empty one if there is no such file.
     pub(crate) fn read(&self, file: &str) -> String {
         let bytes = fs::read(self.path(file)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
@@ -110,7 +109,7 @@ impl Watcher {
     }
 
     fn send(&mut self, command: &str) {
-        // An error shows by the answer that does not come.
+        // If the shell is gone, the missing answer shows it.
         let _ = self
             .commands
             .as_mut()
@@ -128,7 +127,7 @@ impl Watcher {
         );
     }
 
-    /// Waits until the program that was run last has ended, and says whether it did so, successfully, within `timeout`.
+    /// Waits for the end of the program that was run last. Returns whether it ended successfully within `timeout`.
     pub(crate) fn succeeds_within(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         while self.is_running() && Instant::now() < deadline {
@@ -146,8 +145,8 @@ impl Drop for Watcher {
     }
 }
 
-/// The user and group that PostgreSQL's programs must be run as: `None` for the one that runs the tests, unless that is
-/// root, which PostgreSQL refuses to run as.
+/// The user and group to run PostgreSQL's programs as. `None` means the user of this process. PostgreSQL refuses to run as
+/// root.
 fn required_owner() -> Option<(u32, u32)> {
     let id = |arguments: &[&str]| {
         let output = Command::new("id").args(arguments).output().ok()?;

@@ -14,10 +14,10 @@ use tokio_postgres_rustls::MakeRustlsConnect;
 
 use crate::endpoint::Endpoint;
 
-/// Opens a connection to a server whose certificate is from the authority that the endpoint names.
+/// Opens a connection to a server whose certificate was issued by the endpoint's authority, `sslrootcert`.
 pub(super) async fn establish(endpoint: Endpoint) -> ConnectionResult<AsyncPgConnection> {
     let failed = |error: Box<dyn Error + Send + Sync>| {
-        // tokio-postgres says the reason in the source of its error.
+        // The reason is in the source of tokio-postgres's error.
         let source = error.source().map(|source| format!(": {source}"));
         ConnectionError::BadConnection(format!("{error}{}", source.unwrap_or_default()))
     };
@@ -30,7 +30,7 @@ pub(super) async fn establish(endpoint: Endpoint) -> ConnectionResult<AsyncPgCon
 fn settings(
     endpoint: Endpoint,
 ) -> Result<(Config, MakeRustlsConnect), Box<dyn Error + Send + Sync>> {
-    // tokio-postgres knows neither `sslrootcert` nor what verifies more.
+    // tokio-postgres supports neither `sslrootcert` nor the modes `verify-ca` and `verify-full`.
     let (endpoint, authority) = endpoint.with("sslmode", "require").without("sslrootcert");
     let authority = authority.ok_or("the URL does not name the server's authority: sslrootcert")?;
     let mut roots = RootCertStore::empty();

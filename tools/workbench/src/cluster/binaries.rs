@@ -10,7 +10,7 @@ use std::process::Command;
 pub(crate) fn directory() -> PathBuf {
     let chosen = env::var_os("PGBINDIR").filter(|value| !value.is_empty());
     let candidates = chosen.map_or_else(installed, |chosen| vec![chosen.into()]);
-    // `initdb` may be a link, and its neighbours not: then the whole installation is where the link leads.
+    // If `initdb` is a symbolic link, the whole installation is where the link leads.
     candidates
         .iter()
         .filter_map(|directory| fs::canonicalize(directory.join("initdb")).ok())
@@ -25,8 +25,8 @@ pub(crate) fn directory() -> PathBuf {
 
 fn installed() -> Vec<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let told = Command::new("pg_config").arg("--bindir").output();
-    let told = told.map(|output| String::from_utf8_lossy(&output.stdout).trim().into());
+    let reported = Command::new("pg_config").arg("--bindir").output();
+    let reported = reported.map(|output| String::from_utf8_lossy(&output.stdout).trim().into());
     let debian = fs::read_dir("/usr/lib/postgresql").into_iter().flatten();
     let mut versions: Vec<u32> = debian
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -34,5 +34,5 @@ fn installed() -> Vec<PathBuf> {
     versions.sort_unstable();
     let debian = versions.iter().rev();
     let debian = debian.map(|version| format!("/usr/lib/postgresql/{version}/bin").into());
-    env::split_paths(&path).chain(told).chain(debian).collect()
+    env::split_paths(&path).chain(reported).chain(debian).collect()
 }

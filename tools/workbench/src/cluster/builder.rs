@@ -17,8 +17,8 @@ pub struct ClusterBuilder {
 }
 
 impl ClusterBuilder {
-    /// Nothing is synced to the disk, because nobody needs the data after a crash of the machine. Dynamic shared memory
-    /// is in the data directory rather than in `/dev/shm`, so that removing the directory removes all there is.
+    /// Without fsync, because nobody needs the data after a crash of the machine. Dynamic shared memory is in the data
+    /// directory instead of `/dev/shm`, so that removing the directory removes everything.
     pub(super) fn new() -> Self {
         let nothing = Self {
             settings: String::new(),
@@ -57,13 +57,13 @@ impl ClusterBuilder {
         self
     }
 
-    /// Makes the server's directory with `initdb`, starts the server and waits until it accepts connections: half a
+    /// Creates the server's directory with `initdb`, starts the server, and waits until it accepts connections: half a
     /// second in all.
     pub fn start(self) -> Cluster {
         self.start_with(&super::binaries::directory())
     }
 
-    /// As [`start`](Self::start), with the programs of another version in a directory.
+    /// As [`start`](Self::start), with the PostgreSQL programs in the directory `binaries`.
     pub fn start_with(self, binaries: &Path) -> Cluster {
         Cluster::set_up(self, binaries.to_owned(), "create")
     }

@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Where in a round trip a connection fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
-    /// The message does not reach the server, nor does what belongs to it, such as the statement that a `Sync` ends.
+    /// Neither the message nor what belongs to it, such as the statement before a `Sync`, reaches the server.
     BeforeServer,
-    /// The server has done all that the message asks for, and its reply is lost.
+    /// The server has executed the message, and its reply is lost.
     BeforeReply,
 }
 
-/// A fault that was given to a [`RoundTrips`](crate::RoundTrips). It happens once, or never.
+/// A fault that is armed in a [`RoundTrips`](crate::RoundTrips). It happens once, or never.
 #[derive(Clone, Debug)]
 pub struct Fault(Arc<AtomicBool>);
 
@@ -27,7 +27,7 @@ impl Fault {
     }
 }
 
-/// What becomes of the connection.
+/// What a fault does to the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     IsClosed,
@@ -44,7 +44,7 @@ pub(super) struct Armed {
     pub(super) fault: Fault,
 }
 
-/// Numbers the messages, and knows at which of them a connection fails.
+/// Numbers the messages, and has the faults at future ones.
 #[derive(Debug, Default)]
 pub(super) struct Faults(Mutex<(u64, Vec<Armed>)>);
 

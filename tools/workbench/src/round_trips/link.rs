@@ -10,7 +10,7 @@ use super::faults::{Armed, When};
 use super::messages::{Kind, Messages, Part};
 use super::{Shared, Socket};
 
-/// A client's connection and the one to the server that is made for it.
+/// A client's connection, and the connection to the server that was opened for it.
 #[derive(Debug)]
 pub(super) struct Link {
     client: Socket,
@@ -25,7 +25,7 @@ pub(super) enum Side {
     Server,
 }
 
-/// What both directions of a link know.
+/// State that both directions of a link share.
 #[derive(Debug, Default)]
 struct State {
     is_encrypted: bool,
@@ -58,7 +58,7 @@ impl Link {
         }
     }
 
-    /// Reads what one side has sent: nothing at the end of the connection, be it an orderly one or not.
+    /// Reads what one side has sent. Returns nothing at the end of the connection, or after an error.
     pub(super) fn read(&self, from: Side) -> Vec<u8> {
         let mut buffer = vec![0; 16 * 1024];
         let length = loop {
@@ -71,7 +71,7 @@ impl Link {
         buffer
     }
 
-    /// Tells one side that the other one has closed its connection. A server replies to what it has received, and closes.
+    /// Tells one side that the other has closed its connection. A server still replies to what it has received, then closes.
     pub(super) fn end(&self, to: Side) {
         if !self.is_silent() {
             match to {
@@ -107,13 +107,13 @@ enum Goal {
     Nowhere,
 }
 
-/// What a client asks.
+/// The messages of a client.
 #[derive(Debug)]
 pub(super) struct Requests {
     messages: Messages,
     goal: Goal,
-    /// The messages of the extended protocol that the server does not reply to before a later one. They are held until
-    /// that comes, because the server may commit at any of them.
+    /// Messages of the extended protocol, held until the `Sync` after them: the server might already commit when it gets
+    /// one of them, and a fault before the server must prevent that.
     held: Vec<u8>,
 }
 
@@ -179,7 +179,7 @@ impl Requests {
     }
 }
 
-/// What the server replies.
+/// The messages of the server.
 #[derive(Debug)]
 pub(super) struct Replies {
     messages: Messages,

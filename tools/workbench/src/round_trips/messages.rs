@@ -1,6 +1,6 @@
 //! The messages of PostgreSQL's protocol on the wire.
 
-/// Finds the messages in what one side sends, in pieces of any length.
+/// Finds the messages of one side in pieces of any length.
 #[derive(Debug)]
 pub(super) struct Messages {
     /// The part of a message's head that has been seen.
@@ -30,7 +30,7 @@ pub(super) enum Kind {
 }
 
 impl Messages {
-    /// Those of a client that has just connected: its next message is an opening.
+    /// The messages of a client that has just connected: the next one is an opening.
     pub(super) fn opening() -> Self {
         Self {
             length_of_head: 8,
@@ -38,7 +38,7 @@ impl Messages {
         }
     }
 
-    /// Those of a server, and of a client that the server has let in.
+    /// The messages of a server, or of a client after its opening.
     pub(super) fn typed() -> Self {
         Self {
             head: Vec::new(),
@@ -93,7 +93,7 @@ impl Messages {
     }
 }
 
-/// Takes so many bytes off a piece, or as many as it has, unless it is empty.
+/// Takes up to `at_most` bytes off a piece, unless it is empty.
 fn take<'a>(piece: &mut &'a [u8], at_most: usize) -> Option<&'a [u8]> {
     let (taken, rest) = piece.split_at(at_most.min(piece.len()));
     *piece = rest;

@@ -1,5 +1,5 @@
-# Owns one server: makes its directory, runs its programs, and removes everything when its standard input closes,
-# which is when the process that started it has ended, in whatever way.
+# Owns one server: creates its directory, runs its programs, and removes everything when standard input ends, which is
+# when the process that started this one has ended, in whatever way.
 #
 #   WATCHER=$(cat watcher.sh) sh -c 'eval "$WATCHER"' watcher DIRECTORY BINARIES
 #
@@ -47,7 +47,7 @@ while read -r command argument other; do
     copy) run setup "$binaries/pg_basebackup" -d "$argument" -D "$directory/data" -R -X stream -c fast -N ;;
     backup) run setup "$binaries/pg_basebackup" -d "$argument" -D "$directory/data" -X stream -c fast -N ;;
     upgrade)
-        # From 18 on, a new server has checksums unless it is told otherwise, and they must agree.
+        # The checksums of both servers must agree, and from 18 on, initdb enables them by default.
         run setup sh -c 'cd "$1" && unsums=
             "$2/initdb" --help | grep -q no-data-checksums && unsums=--no-data-checksums
             "$2/initdb" -D "$1/data" -U postgres -A trust -E UTF8 --locale=C -N $unsums &&
@@ -57,14 +57,14 @@ while read -r command argument other; do
     serve) run log "$binaries/postgres" -D "$directory/data" ;;
     pool) run log "$binaries/pgbouncer" "$directory/pgbouncer.ini" ;;
     balance)
-        # A second kind of signal keeps it from ending by the first.
+        # Only QUIT: a second kind of signal would interrupt the shutdown that the first one began.
         signals='CONT QUIT'
         run log setsid "$binaries/pgpool" -n -f "$directory/pgpool.conf" -F "$directory/none" -a "$directory/none"
         ;;
     store) run log "$binaries/etcd" --config-file "$directory/etcd.yml" ;;
     proxy) run log "$binaries/haproxy" -db -f "$directory/haproxy.cfg" ;;
     node)
-        # Its server is ended below, and nothing is to fail over meanwhile.
+        # KILL, so that Patroni does not fail over meanwhile. Its server is stopped below.
         signals=KILL
         run log setsid "$binaries/patroni" "$directory/patroni.yml"
         ;;
@@ -73,8 +73,8 @@ while read -r command argument other; do
     echo done
 done
 
-# The first signals may come before the program has set up its handlers, or while it is suspended: so they are
-# repeated. QUIT is PostgreSQL's immediate shutdown, which takes it at most five seconds; TERM is for the others.
+# Signals are repeated, because the first may come before the program has set up its handlers, or while it is
+# suspended. QUIT is PostgreSQL's immediate shutdown, which takes at most five seconds; TERM is for other programs.
 rounds=0
 while [ -e "$pid_file" ] && [ $rounds -lt 500 ]; do
     rounds=$((rounds + 1))
@@ -88,12 +88,11 @@ while [ -e "$pid_file" ] && [ $rounds -lt 500 ]; do
     sleep 0.02 || sleep 1
 done
 
-# Patroni that was killed leaves its server, and programs such as pg_rewind, which are of its
-# session. A process that is not in the directory of the data has got the number of a server that
-# has ended.
+# A killed Patroni leaves its server running, and programs of its session, such as pg_rewind. A
+# process that does not run in the data directory has reused the pid of a server that has ended.
 if [ "$signals" = KILL ]; then
     family=$(ps -o pid= -s "$pid")
-    # Without quotes, because these are words.
+    # Unquoted: several pids.
     [ -n "$family" ] && kill -KILL $family
     read -r server <"$directory/data/postmaster.pid"
     rounds=0
@@ -104,15 +103,15 @@ if [ "$signals" = KILL ]; then
     done
 fi
 
-# A postmaster that was killed leaves a System V shared memory segment of a few bytes, named by line 7 of its file.
+# A killed postmaster leaves a small System V shared memory segment, whose id is in line 7 of postmaster.pid.
 segment=$(sed -n '7s/^ *[0-9][0-9]*  *\([0-9][0-9]*\) *$/\1/p' "$directory/data/postmaster.pid")
 [ -n "$segment" ] && ipcrm -m "$segment"
 
-# pgpool-II that was killed leaves the file of its pid, its processes, which are of its session, and their segments.
+# A killed pgpool-II leaves its pid file, the processes of its session, and their shared memory segments.
 leader=$(tr -d '\0' <"$directory/pgpool.pid")
 if [ -n "$leader" ]; then
     family=$(ps -o pid= -s "$leader")
-    # Without quotes, because these are words.
+    # Unquoted: several pids.
     kill -KILL $family
     ipcs -m -p | while read -r segment _ creator _; do
         case " $leader "$(echo $family)" " in

@@ -1,5 +1,4 @@
-//! Processes of their own that run a part of a test, in order to end badly or to have another
-//! environment.
+//! Child processes that run a part of a test, to crash or to have another environment.
 
 use std::env;
 use std::fs;
@@ -31,7 +30,7 @@ impl Child {
         fs::create_dir(&temporary).unwrap();
         fs::set_permissions(&temporary, fs::Permissions::from_mode(0o1777)).unwrap();
 
-        // A signal that these tests inherit as ignored, as from `scripts/test &`, would stay so.
+        // Perl restores SIGINT: a signal that is ignored here, as under `scripts/test &`, would stay ignored.
         const EXEC: &str = "$SIG{INT} = 'DEFAULT'; exec { $ARGV[0] } @ARGV or die $!";
         let mut process = Command::new("perl")
             .args(["-e", EXEC])
@@ -54,8 +53,8 @@ impl Child {
         }
     }
 
-    /// What the process says next by [`say`].
-    pub(crate) fn said(&mut self) -> String {
+    /// Waits for the next text that the process [says](say).
+    pub(crate) fn read(&mut self) -> String {
         let mut lines = (&mut self.output).lines().map(Result::unwrap);
         let said = lines.find_map(|line| Some(line.split_once("said: ")?.1.to_owned()));
         said.expect("the process has not ended")
@@ -97,7 +96,7 @@ pub(crate) fn signal(name: &str, process: &str) -> bool {
     kill.output().unwrap().status.success()
 }
 
-/// Tells something to the process that started this one.
+/// Sends a text to the process that started this one.
 pub(crate) fn say(what: impl std::fmt::Display) {
     println!("said: {what}");
     io::stdout().flush().unwrap();
@@ -113,7 +112,7 @@ fn a_part_of_another_test() {
     match env::var(PART).as_deref() {
         Ok("make a database") => database_url::make_a_database(),
         Ok(part) => left_behind::serve_and(part),
-        // Nothing is to be done where this is not a process of another test.
+        // Not a child process of another test: nothing to do.
         Err(_) => {}
     }
 }

@@ -43,7 +43,7 @@ fn databases_are_made_on_the_server_of_database_url_and_dropped() {
         format!("postgresql:///postgres?user=postgres&hostaddr=127.0.0.1&port={port}"),
     ] {
         let mut child = Child::start("make a database", &url);
-        let name = child.said();
+        let name = child.read();
         assert_eq!(databases(&mut conn), name);
         assert!(child.left_nothing(), "another server was started");
         child.go_on();
@@ -71,7 +71,7 @@ fn only_old_databases_of_killed_runs_are_dropped() {
     let _session = cluster.endpoint(&busy).connect();
 
     let mut child = Child::start("make a database", &cluster.url("postgres"));
-    child.said();
+    child.read();
     child.go_on();
     assert!(child.succeeds());
     let mut left: Vec<_> = kept.to_vec();

@@ -28,17 +28,17 @@ fn process(directory: &Path) -> Option<String> {
     Some(pid.trim().to_owned()).filter(|pid| !pid.is_empty())
 }
 
-/// A server that runs in another process.
-fn serving(then: &str) -> (Child, PathBuf, String) {
+/// Starts a server in a child process.
+fn start_server(then: &str) -> (Child, PathBuf, String) {
     let mut child = Child::start(then, "");
-    let directory = PathBuf::from(child.said());
+    let directory = PathBuf::from(child.read());
     let process = process(&directory).unwrap();
     (child, directory, process)
 }
 
-/// Waits until a server and all that belongs to it has gone.
+/// Asserts that a server and everything that belongs to it goes away.
 #[track_caller]
-fn gone(child: &Child, processes: &[String]) {
+fn assert_gone(child: &Child, processes: &[String]) {
     until("the directory has gone", || child.left_nothing());
     for process in processes {
         until("the server has gone", || !signal("0", process));
@@ -48,20 +48,20 @@ fn gone(child: &Child, processes: &[String]) {
 #[test]
 fn a_process_that_ends_in_any_way_leaves_nothing_behind() {
     for then in ["return", "panic", "abort", "be killed", "be interrupted"] {
-        let (mut child, _, process) = serving(then);
+        let (mut child, _, process) = start_server(then);
         match then {
             "be killed" => child.send("KILL"),
             "be interrupted" => child.send("INT"),
             _ => child.go_on(),
         }
         assert_eq!(child.succeeds(), then == "return", "{then}");
-        gone(&child, &[process]);
+        assert_gone(&child, &[process]);
     }
 }
 
 #[test]
 fn a_suspended_server_and_its_standby_go_away_too() {
-    let (child, _, primary) = serving("follow");
+    let (child, _, primary) = start_server("follow");
     let directories = fs::read_dir(&child.temporary).unwrap();
     let processes: Vec<_> = directories
         .map(|entry| process(&entry.unwrap().path()).unwrap())
@@ -69,7 +69,7 @@ fn a_suspended_server_and_its_standby_go_away_too() {
     assert!(processes.len() == 2 && processes.contains(&primary));
     assert!(signal("STOP", &primary));
     child.send("KILL");
-    gone(&child, &processes);
+    assert_gone(&child, &processes);
 }
 
 #[test]
@@ -89,6 +89,6 @@ fn kills_while_the_server_is_set_up_leave_nothing_behind() {
             })
         });
         child.send("KILL");
-        gone(&child, &processes);
+        assert_gone(&child, &processes);
     }
 }

@@ -1,8 +1,8 @@
-//! What the workbench must do so that the tests of the crate can be believed, and nothing more.
+//! Tests for defects of the workbench that the tests of the crate would not notice.
 //!
-//! A server that does not stop, a network that does not fail or a round trip that is not counted
-//! would let a test pass; a process that is left behind, or a database of others that is dropped,
-//! would be seen by no test. Whatever else is broken here fails the tests of the crate.
+//! If a server did not stop, a network did not fail or a round trip was not counted, a test of the
+//! crate could pass wrongly. No test of the crate sees a process that is left behind, or a foreign
+//! database that is dropped. Any other defect of the workbench fails the tests of the crate.
 
 mod child;
 mod cluster;

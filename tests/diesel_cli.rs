@@ -1,4 +1,4 @@
-//! The real `diesel_cli` on our migrations, and on an application's beside them.
+//! `diesel_cli` with the crate's migrations, alone and beside an application's own.
 //!
 //! Run by `scripts/test with diesel_cli`, which installs the program and names it in `DIESEL_CLI`.
 
@@ -19,7 +19,7 @@ struct Application {
 }
 
 impl Application {
-    /// It has migrations of its own: a table, and a resource with its label.
+    /// Creates the application with its own migrations: a table, and a resource with its label.
     fn new(name: &str) -> Self {
         let name = format!("interlock-{name}-{}", std::process::id());
         let application = Self {
@@ -55,7 +55,7 @@ impl Application {
         application
     }
 
-    /// Writes our migrations among the application's own, and returns how many there are then.
+    /// Writes our migrations beside the application's own. Returns the number of all migrations.
     fn add_ours(&self) -> usize {
         let written = migrations::write_to(self.directory.join("migrations")).unwrap();
         assert_eq!(written.len(), ours());
@@ -83,7 +83,7 @@ impl Application {
         migrations::install(&self.database.pool(1)).unwrap();
     }
 
-    /// Reverts and runs in every way, and ends with everything run. All are listed, nothing else.
+    /// Runs every command that reverts or runs migrations. At the end, all are run, and exactly these are listed.
     fn try_every_command(&self, all: usize) {
         assert_eq!(self.list(), (all, 0));
         self.diesel(&["migration", "revert"]);
@@ -107,7 +107,7 @@ impl Application {
             .is_ok()
     }
 
-    /// How many migrations are listed as run, and how many as not.
+    /// The numbers of migrations that are listed as run and as pending.
     fn list(&self) -> (usize, usize) {
         let output = self.diesel(&["migration", "list"]);
         (output.matches("[X]").count(), output.matches("[ ]").count())

@@ -1,5 +1,5 @@
-//! Real copies of a database: tokens continue above those of the original after each kind of dump, restore, backup, upgrade
-//! and replication.
+//! Copies of a database: after each kind of dump, restore, backup, upgrade and replication, tokens are larger than those of
+//! the original.
 //!
 //! Run by `scripts/test with copies`, which installs a server of a newer major version.
 
@@ -42,7 +42,7 @@ fn until(what: &str, mut happened: impl FnMut() -> bool) {
     }
 }
 
-/// What a program writes, which must succeed.
+/// The standard output of a program, which must succeed.
 fn output(program: &mut Command) -> Vec<u8> {
     let output = program.stderr(Stdio::inherit()).output().unwrap();
     assert!(output.status.success(), "{program:?}");
@@ -141,7 +141,7 @@ fn promoted(drawn: &mut Drawn) -> Cluster {
     until("the standby has followed", || {
         number(conn_of_standby, "pg_last_wal_replay_lsn() - '0/0'::pg_lsn") >= written
     });
-    // A standby of an installed primary is no copy.
+    // A promoted standby is not a copy, so nothing is to be done.
     migrations::check(&standby.endpoint("postgres").pool(2)).unwrap();
     standby.detach();
     standby.promote();
@@ -227,7 +227,7 @@ fn a_template_that_is_copied() {
     drawn.draw_in_copy(&cluster.endpoint("copy"));
 }
 
-/// Nothing in it differs from its original.
+/// A physical backup cannot be told from its original.
 #[test]
 fn a_backup_that_is_started_as_it_is() {
     let mut drawn = Drawn::default();
@@ -260,7 +260,7 @@ fn an_upgrade_by_pg_upgrade() {
     drawn.draw(&standby.endpoint("postgres").pool(2));
 }
 
-/// Blue and green.
+/// A blue-green deployment.
 #[test]
 fn a_move_by_logical_replication_to_a_newer_server() {
     let mut drawn = Drawn::default();
@@ -272,7 +272,7 @@ fn a_move_by_logical_replication_to_a_newer_server() {
         resource_control.fence, resource_control.installed_migration";
     for (name, tables) in [
         ("whole", "ALL TABLES".to_owned()),
-        // Without the table of the base.
+        // The table of the base is not replicated.
         ("parts", format!("TABLE {of_table}")),
     ] {
         conn.batch_execute(&format!("CREATE PUBLICATION {name} FOR {tables}"))
@@ -295,7 +295,7 @@ fn a_move_by_logical_replication_to_a_newer_server() {
                 "(SELECT count(*) FILTER (WHERE srsubstate <> 'r') FROM pg_subscription_rel)",
             ) == 0
         });
-        // What comes after the first copy.
+        // Changes after the initial copy.
         drawn.draw(&old.endpoint("postgres").pool(2));
         let last = "SELECT max(id) FROM resource_control.service_request";
         let last_of_old = number(conn, last);
@@ -310,7 +310,7 @@ fn a_move_by_logical_replication_to_a_newer_server() {
             .batch_execute(&format!("DROP SUBSCRIPTION {name}"))
             .unwrap();
         drawn.draw_in_copy(&green);
-        // The old one goes on for the second round, below.
+        // The old server keeps running for the second round.
         drawn = Drawn::default();
     }
 }

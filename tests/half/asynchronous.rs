@@ -1,4 +1,4 @@
-//! The half of the crate under test: the asynchronous one. Which pool, the crate's `pool` says.
+//! The half of the crate under test: the asynchronous one, over the pool that the test program's module `pool` chooses.
 //!
 //! A file of the suite takes from here what differs between the halves: the handles and their pool, [`wait`], the macros
 //! `reply!` and `work!`, and [`execute`]. Tests stay plain functions: each operation is driven from the thread of the test, on
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use diesel::prelude::*;
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
-// Everything but the handles, which are those of the pool.
+// Without the handles, which come from the pool's module.
 pub(crate) use diesel_interlock::{
     Admission, Attempt, Check, Decision, DeclaredResources, Done, Error, Full, LocalCheck, LockId,
     LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion, migrations, monitor,
@@ -25,15 +25,15 @@ pub(crate) use crate::pool::*;
 
 pub(crate) type Conn = AsyncPgConnection;
 
-/// Whether a dropped guard or permit leaves its release to a task, so that it may be held for a moment longer.
+/// Whether the release of a dropped guard or permit is left to a task, so it may come a moment later.
 pub(crate) const IS_ASYNC: bool = true;
 
-/// What an operation returned.
+/// The result of an operation.
 pub(crate) fn wait<T>(reply: impl Future<Output = T>) -> T {
     block_on(reply)
 }
 
-/// Inside of `work!`: what an operation returned.
+/// The result of an operation inside `work!`.
 #[macro_export]
 macro_rules! reply {
     ($reply:expr) => {
@@ -41,7 +41,7 @@ macro_rules! reply {
     };
 }
 
-/// The work of a tick that notes its token.
+/// The work of a tick that records its token.
 #[macro_export]
 macro_rules! work_of_tick {
     ($token:expr) => {
@@ -78,7 +78,7 @@ pub(crate) async fn execute(conn: &mut Conn, sql: &str) -> QueryResult<()> {
     conn.batch_execute(sql).await
 }
 
-/// Takes as many connections as the pool has, and runs SQL on each.
+/// Checks all connections of the pool out, and runs SQL on each.
 pub(crate) async fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
     let mut all = Vec::new();
     for _ in 0..max_size(pool) {
@@ -98,7 +98,7 @@ pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<Str
     })
 }
 
-/// Takes one connection out of the pool, and does something with it, on the thread of the test.
+/// Checks one connection out, and runs `work` with it, on the thread of the test.
 pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
     let mut conn = block_on(get(pool));
     let worked = work(&mut conn);
@@ -107,12 +107,12 @@ pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
     worked
 }
 
-/// Takes one connection out of the pool, and runs SQL on it.
+/// Checks one connection out, and runs SQL on it.
 pub(crate) async fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
     get(pool).await.batch_execute(sql).await
 }
 
-/// A pool that does not check its connections.
+/// A pool that does not test its connections.
 pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
     let _entered = workbench::runtime().enter();
     unchecked(database, size)
@@ -124,7 +124,7 @@ pub(crate) fn begin(conn: &mut Conn) {
     block_on(AnsiTransactionManager::begin_transaction(conn)).unwrap();
 }
 
-/// The same, inside of `work!`.
+/// As [`begin`], inside `work!`.
 pub(crate) async fn begin_inside(conn: &mut Conn) -> QueryResult<()> {
     use diesel_async::{AnsiTransactionManager, TransactionManager};
     AnsiTransactionManager::begin_transaction(conn).await
@@ -134,13 +134,13 @@ pub(crate) fn begin_test(conn: &mut Conn) {
     block_on(AsyncConnection::begin_test_transaction(conn)).unwrap();
 }
 
-/// Rolls a transaction back that Diesel has opened.
+/// Rolls back a transaction that Diesel has opened.
 pub(crate) fn end(conn: &mut Conn) {
     use diesel_async::{AnsiTransactionManager, TransactionManager};
     block_on(AnsiTransactionManager::rollback_transaction(conn)).unwrap();
 }
 
-/// Polls a future so many times, and drops it unless it is ready.
+/// Polls a future up to `times` times, then drops it if it is not ready.
 pub(crate) async fn polled<T>(times: usize, future: impl Future<Output = T>) -> Option<T> {
     let (mut future, mut polls) = (pin!(future), 0);
     poll_fn(|context| {
@@ -156,7 +156,7 @@ pub(crate) async fn polled<T>(times: usize, future: impl Future<Output = T>) -> 
     .await
 }
 
-/// Drives a loop on a thread while something else is done, and drops it then.
+/// Drives a loop on a thread during `meanwhile`, then drops it.
 fn beside<T>(looping: impl Future<Output = ()> + Send, meanwhile: impl FnOnce() -> T) -> T {
     let (ends, ended) = tokio::sync::oneshot::channel::<()>();
     std::thread::scope(|scope| {
@@ -173,7 +173,7 @@ fn beside<T>(looping: impl Future<Output = ()> + Send, meanwhile: impl FnOnce() 
     })
 }
 
-/// Is a candidate while something else is done. At each election `elected` gets the token, and the term lasts until it is lost.
+/// Is a candidate during `meanwhile`. Each election calls `elected` with the token, and each term lasts until it is lost.
 pub(crate) fn while_it_leads<T>(
     leader: &Leader,
     pool: &PgPool,
@@ -190,7 +190,7 @@ pub(crate) fn while_it_leads<T>(
     beside(leads, meanwhile)
 }
 
-/// Runs the ticks of a schedule while something else is done. A run gets its attempt, and says whether it lasts until it is lost.
+/// Runs the ticks of a schedule during `meanwhile`. A run gets its attempt, and returns whether it lasts until it is lost.
 pub(crate) fn while_it_runs<T>(
     schedule: &Schedule,
     pool: &PgPool,

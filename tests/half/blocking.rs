@@ -14,15 +14,15 @@ use workbench::Database;
 
 pub(crate) type Conn = PgConnection;
 
-/// Whether a dropped guard or permit leaves its release to a task, so that it may be held for a moment longer.
+/// Whether the release of a dropped guard or permit is left to a task, so it may come a moment later.
 pub(crate) const IS_ASYNC: bool = false;
 
-/// What an operation returned.
+/// The result of an operation.
 pub(crate) fn wait<T>(reply: T) -> T {
     reply
 }
 
-/// Inside of `work!`: what an operation returned.
+/// The result of an operation inside `work!`.
 #[macro_export]
 macro_rules! reply {
     ($reply:expr) => {
@@ -30,7 +30,7 @@ macro_rules! reply {
     };
 }
 
-/// The work of a tick that notes its token.
+/// The work of a tick that records its token.
 #[macro_export]
 macro_rules! work_of_tick {
     ($token:expr) => {
@@ -75,13 +75,13 @@ fn get(pool: &PgPool) -> impl std::ops::DerefMut<Target = Conn> + use<> {
     crate::support::patiently(|| pool.get().map_err(|error| Error::Pool(error.into())))
 }
 
-/// Takes as many connections as the pool has, and runs SQL on each.
+/// Checks all connections of the pool out, and runs SQL on each.
 pub(crate) fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
     let mut all: Vec<_> = (0..pool.max_size()).map(|_| get(pool)).collect();
     all.iter_mut().try_for_each(|conn| conn.batch_execute(sql))
 }
 
-/// Takes one connection out of the pool, and does something with it.
+/// Checks one connection out, and runs `work` with it.
 pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
     work(&mut get(pool))
 }
@@ -91,12 +91,12 @@ pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<Str
     migrations::run_pending(&mut PgConnection::establish(url).unwrap(), own)
 }
 
-/// Takes one connection out of the pool, and runs SQL on it.
+/// Checks one connection out, and runs SQL on it.
 pub(crate) fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
     get(pool).batch_execute(sql)
 }
 
-/// A pool that does not check its connections.
+/// A pool that does not test its connections.
 pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
     Pool::builder()
         .max_size(size)
@@ -111,7 +111,7 @@ pub(crate) fn begin(conn: &mut Conn) {
     AnsiTransactionManager::begin_transaction(conn).unwrap();
 }
 
-/// The same, inside of `work!`.
+/// As [`begin`], inside `work!`.
 pub(crate) fn begin_inside(conn: &mut Conn) -> QueryResult<()> {
     use diesel::connection::{AnsiTransactionManager, TransactionManager};
     AnsiTransactionManager::begin_transaction(conn)
@@ -122,13 +122,13 @@ pub(crate) fn begin_test(conn: &mut Conn) {
     conn.begin_test_transaction().unwrap();
 }
 
-/// Rolls a transaction back that Diesel has opened.
+/// Rolls back a transaction that Diesel has opened.
 pub(crate) fn end(conn: &mut Conn) {
     use diesel::connection::{AnsiTransactionManager, TransactionManager};
     AnsiTransactionManager::rollback_transaction(conn).unwrap();
 }
 
-/// Ends the loops of a test, also if it panics.
+/// Ends the loops of a test, also after a panic.
 struct Ends(Stop);
 
 impl Drop for Ends {
@@ -137,7 +137,7 @@ impl Drop for Ends {
     }
 }
 
-/// Is a candidate while something else is done. At each election `elected` gets the token, and the term lasts until it is lost.
+/// Is a candidate during `meanwhile`. Each election calls `elected` with the token, and each term lasts until it is lost.
 pub(crate) fn while_it_leads<T>(
     leader: &Leader,
     pool: &PgPool,
@@ -158,7 +158,7 @@ pub(crate) fn while_it_leads<T>(
     })
 }
 
-/// Runs the ticks of a schedule while something else is done. A run gets its attempt, and says whether it lasts until it is lost.
+/// Runs the ticks of a schedule during `meanwhile`. A run gets its attempt, and returns whether it lasts until it is lost.
 pub(crate) fn while_it_runs<T>(
     schedule: &Schedule,
     pool: &PgPool,

@@ -1,4 +1,4 @@
-//! Session locks behind a pooler are found out, and transaction locks work.
+//! Behind a pooler, session locks are detected and refused, and transaction locks work.
 
 use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
@@ -67,7 +67,7 @@ fn a_release_on_another_session_names_the_session_that_holds_the_lock_and_ends_n
     }
 }
 
-/// The error's session holds locks, and nobody else does.
+/// Asserts that the error names the session that holds all the locks.
 #[track_caller]
 fn assert_moved(released: &Result<(), Error>, pid: i32, observer: &mut PgConnection) {
     match released {

@@ -1,4 +1,4 @@
-//! Behind PgBouncer: what holds, and how the rest is refused.
+//! Behind PgBouncer: what works, and how the rest is refused.
 //!
 //! Run by `scripts/test with pgbouncer`, which installs it.
 
@@ -12,7 +12,7 @@ use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel_interlock::PgPool;
 use workbench::{Endpoint, PgBouncer};
 
-/// PgBouncer before 1.21 knows nothing of prepared statements.
+/// PgBouncer before 1.21 does not support prepared statements.
 #[derive(Debug)]
 struct NoStatementCache;
 
@@ -54,7 +54,7 @@ fn follows_prepared_statements() -> bool {
     follows
 }
 
-/// Makes the session that was not used last the next one, over a pooler with two sessions.
+/// Makes a pooler with two sessions use the other session next.
 fn turn_sessions(pooler: &Endpoint) {
     let [mut last, mut next] = [(); 2].map(|()| pooler.connect());
     last.batch_execute("BEGIN").unwrap();
@@ -69,7 +69,7 @@ fn number(conn: &mut PgConnection, expression: &str) -> i64 {
     diesel::select(number).get_result(conn).unwrap()
 }
 
-/// Whether all advisory locks of the database are held by that session, which is alive.
+/// Whether the session holds all advisory locks of the database.
 fn is_held_by(conn: &mut PgConnection, pid: i32) -> bool {
     let holders = "(SELECT count(*) * 1000000000 + COALESCE(min(pid), 0) FROM (SELECT DISTINCT l.pid FROM pg_locks AS l
         JOIN pg_stat_activity AS a ON a.pid = l.pid WHERE l.locktype = 'advisory' AND l.granted

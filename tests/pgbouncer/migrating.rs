@@ -1,4 +1,4 @@
-//! The schema is installed through any pooler; an application's own migrations need a session.
+//! The schema can be installed through any pooler; an application's own migrations need a session.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -75,7 +75,7 @@ fn install_warns_of_a_pool_on_which_session_locks_do_not_exclude() {
     }
 }
 
-/// One migration, outside a transaction, during which the pooler turns to another session.
+/// A migration outside a transaction, during which the pooler changes the session.
 struct Turning(Endpoint);
 
 impl MigrationSource<Pg> for Turning {
@@ -148,7 +148,7 @@ fn asynchronous_ones_are_an_error_that_names_the_session_with_the_lock() {
     assert_moved(&moved, &mut database.connect());
 }
 
-/// The error's session holds the lock, and is alive. It is ended as the error says.
+/// Asserts that the error names the session that holds the lock, and terminates it, as the error advises.
 #[track_caller]
 fn assert_moved<T: fmt::Debug>(
     moved: &std::result::Result<T, Error>,

@@ -1,4 +1,4 @@
-//! In transaction mode everything works but session locks: a connection has another session for each statement.
+//! In transaction mode, everything but session locks works, although each statement may run on another session.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -11,7 +11,7 @@ use workbench::{Database, PgBouncer, PoolMode};
 use crate::{number, pool};
 
 const HOUR: Duration = Duration::from_secs(3600);
-/// Of a permit that is renewed every four seconds.
+/// Timeout of a permit, which is renewed every four seconds.
 const TIMEOUT: Duration = Duration::from_secs(12);
 const RENEWED: &str = "(SELECT count(*) FROM resource_control.service_request
     WHERE service = 'import' AND expires_at > created_at + interval '13 s')";
@@ -80,7 +80,7 @@ fn the_blocking_half() {
     );
 }
 
-/// Its statements are always prepared, so it needs a pooler that follows them.
+/// Its statements are always prepared, so it needs a pooler that supports them.
 #[cfg(feature = "deadpool")]
 #[test]
 fn the_asynchronous_half() {

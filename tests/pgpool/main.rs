@@ -1,4 +1,4 @@
-//! Behind pgpool-II, which sends to a standby what only reads: session locks exclude, and are free after their release.
+//! Behind pgpool-II, which sends read-only statements to a standby: session locks exclude, and their release frees them.
 //!
 //! Run by `scripts/test with pgpool`, which installs it.
 
@@ -13,7 +13,7 @@ use diesel_interlock::{
 };
 use workbench::{Cluster, Database, Pgpool};
 
-/// How long a lock may take that is about to be free.
+/// How long a wait may take for a lock that is about to be free.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The sessions that hold, or wait for, an advisory lock in the database.
@@ -71,7 +71,7 @@ fn until(what: &str, mut happened: impl FnMut() -> bool) {
     }
 }
 
-/// Ten times, a lock that another session holds is waited for, held, refused to others and released.
+/// Ten times: waits for a lock that another session holds, gets it, checks that others are refused, and releases it.
 macro_rules! a_lock_that_was_waited_for_is_free_after_its_release {
     ($($half:ident)::+, $pool:ident, $wait:path) => {{
         const LOCK: $($half)::+::AdvisoryLock =
@@ -123,7 +123,7 @@ fn an_asynchronous_lock_that_was_waited_for_is_free_after_its_release() {
     );
 }
 
-/// The same for a lock that is free at the first try.
+/// As above, for a lock that is free at the first try.
 macro_rules! a_free_lock_is_taken_at_once_and_refused_to_others {
     ($($half:ident)::+, $pool:ident, $wait:path) => {{
         const LOCK: $($half)::+::AdvisoryLock =

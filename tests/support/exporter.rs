@@ -1,10 +1,10 @@
-//! What a Prometheus exporter says of the metrics of this process.
+//! The metrics of this process, from a Prometheus exporter.
 
 use std::sync::OnceLock;
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 
-/// What is exported now. The first call installs the recorder, so it comes before the operations that are counted.
+/// The current export. The first call installs the recorder, so call it before the operations to be counted.
 pub(crate) fn exported() -> String {
     static EXPORTER: OnceLock<PrometheusHandle> = OnceLock::new();
     EXPORTER
@@ -16,7 +16,7 @@ pub(crate) fn exported() -> String {
         .render()
 }
 
-/// The metrics of a name, which only one test uses.
+/// The metrics of a name that only one test uses.
 pub(crate) struct Metrics(pub(crate) &'static str);
 
 impl Metrics {
@@ -53,17 +53,17 @@ impl Metrics {
         self.sum("interlock_lost_total", None)
     }
 
-    /// How many waits were measured.
+    /// The number of measured waits.
     pub(crate) fn waits(&self) -> f64 {
         self.sum("interlock_wait_seconds_count", None)
     }
 
-    /// How many holdings were measured.
+    /// The number of measured holdings.
     pub(crate) fn holdings(&self) -> f64 {
         self.sum("interlock_held_seconds_count", None)
     }
 
-    /// All seconds of holding.
+    /// The total time of holding, in seconds.
     pub(crate) fn held_seconds(&self) -> f64 {
         self.sum("interlock_held_seconds_sum", None)
     }

@@ -1,4 +1,4 @@
-//! What all threads of this process tell, by the name of what they tell it of.
+//! The `tracing` events of all threads of this process, by the name of their handle.
 
 use std::fmt::Debug;
 use std::sync::{Mutex, OnceLock};
@@ -8,9 +8,9 @@ use tracing::subscriber::set_global_default;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-static TOLD: Mutex<Vec<Told>> = Mutex::new(Vec::new());
+static EVENTS: Mutex<Vec<Logged>> = Mutex::new(Vec::new());
 
-struct Told {
+struct Logged {
     level: Level,
     name: String,
     /// `operation: outcome`.
@@ -43,7 +43,7 @@ impl<S: Subscriber> Layer<S> for Collect {
         if event.metadata().target() == "diesel_interlock" {
             let mut fields = Fields::default();
             event.record(&mut fields);
-            TOLD.lock().unwrap().push(Told {
+            EVENTS.lock().unwrap().push(Logged {
                 level: *event.metadata().level(),
                 name: fields.name,
                 what: format!("{}: {}", fields.operation, fields.outcome),
@@ -52,12 +52,12 @@ impl<S: Subscriber> Layer<S> for Collect {
     }
 }
 
-/// The events of a name, which only one test uses.
+/// The events of a name that only one test uses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Log(&'static str);
 
 impl Log {
-    /// The first call installs the subscriber, so it comes before the operations.
+    /// The first call installs the subscriber, so call it before the operations.
     pub(crate) fn of(name: &'static str) -> Self {
         static INSTALLED: OnceLock<()> = OnceLock::new();
         INSTALLED.get_or_init(|| {
@@ -67,18 +67,18 @@ impl Log {
     }
 
     fn of_level(self, is_level: impl Fn(Level) -> bool) -> Vec<String> {
-        let told = TOLD.lock().unwrap();
-        let of_name = told.iter().filter(|it| it.name == self.0);
+        let events = EVENTS.lock().unwrap();
+        let of_name = events.iter().filter(|it| it.name == self.0);
         let of_level = of_name.filter(|it| is_level(it.level));
         of_level.map(|it| it.what.clone()).collect()
     }
 
-    /// What is logged as a warning, or worse.
+    /// The events at the level WARN or ERROR.
     pub(crate) fn warnings(self) -> Vec<String> {
         self.of_level(|level| level <= Level::WARN)
     }
 
-    /// How often this was told, at any level.
+    /// How many events have this text, at any level.
     pub(crate) fn count(self, what: &str) -> usize {
         self.of_level(|_| true)
             .iter()

@@ -1,4 +1,4 @@
-//! What the tests share: a session that looks, and helpers that wait or fail.
+//! Shared by the tests: an observing session, waits and assertions.
 #![allow(dead_code, unused_imports)] // each crate uses a part
 
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ macro_rules! assert_matches {
     };
 }
 
-/// A session that only looks, through Diesel's own connection.
+/// A session that only observes, over a plain Diesel connection.
 pub(crate) struct Observer(PgConnection);
 
 const THIS_DATABASE: &str = "(SELECT oid FROM pg_database WHERE datname = current_database())";
@@ -79,7 +79,7 @@ impl Observer {
         self.count(&format!("{} AND NOT granted", Self::rows_of(key)))
     }
 
-    /// How many sessions have tried a lock last, and do nothing now: they poll.
+    /// How many sessions are idle after a try of a lock, which means that they poll.
     pub(crate) fn have_tried(&mut self) -> i64 {
         self.count(
             "pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() \
@@ -101,7 +101,7 @@ impl Observer {
         )
     }
 
-    /// How many sessions of the database are in the middle of `pg_sleep`.
+    /// How many sessions of the database are inside `pg_sleep`.
     pub(crate) fn sleeping(&mut self) -> i64 {
         self.count("pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'")
     }
@@ -126,13 +126,13 @@ impl Observer {
         self.count(&format!("pg_stat_activity WHERE pid = {pid}")) == 1
     }
 
-    /// Ends a session, and waits until it has gone.
+    /// Terminates a session, and waits until it is gone.
     pub(crate) fn kill(&mut self, pid: i32) {
         run(&mut self.0, &format!("SELECT pg_terminate_backend({pid})"));
         eventually("the session has ended", || !self.is_alive(pid));
     }
 
-    /// Ends all other sessions of the database.
+    /// Terminates all other sessions of the database.
     pub(crate) fn kill_all(&mut self) {
         run(
             &mut self.0,
@@ -141,17 +141,17 @@ impl Observer {
         );
     }
 
-    /// The lock is free: at once where it was unlocked, or within moments where its session ends.
+    /// Asserts that the lock becomes free: PostgreSQL frees it a moment after its session has ended.
     #[track_caller]
     pub(crate) fn assert_free(&mut self, key: &LockKey) {
         eventually("the lock is free", || self.holders(key) == 0);
     }
 }
 
-/// The permits that are in flight.
+/// SQL: the number of permits in flight.
 pub(crate) const IN_FLIGHT: &str = "(SELECT count(*) FROM resource_control.slot_in_flight)";
 
-/// A database with the schema, made without the crate.
+/// A database with the schema, installed without the crate.
 pub(crate) fn installed() -> Database {
     let database = Database::new();
     install(&mut database.connect());
@@ -179,7 +179,7 @@ pub(crate) fn run(conn: &mut PgConnection, sql: &str) {
     conn.batch_execute(sql).unwrap();
 }
 
-/// Fails if the transaction has written something, or locked a row.
+/// SQL that fails if the transaction has written something, or locked a row.
 pub(crate) const HAS_WRITTEN_NOTHING: &str =
     "DO $$ BEGIN ASSERT pg_current_xact_id_if_assigned() IS NULL; END $$";
 
@@ -213,7 +213,7 @@ pub(crate) fn backend_pid(conn: &mut PgConnection) -> i32 {
         .unwrap()
 }
 
-/// Takes the lock on a session of its own, as a client in any other language would.
+/// Takes the lock on another session, as a client in any other language would.
 pub(crate) fn foreign_holder(database: &Database, key: &LockKey) -> PgConnection {
     let mut conn = database.connect();
     assert!(foreign_try(&mut conn, key), "the lock was taken");
@@ -228,11 +228,11 @@ pub(crate) fn foreign_try(conn: &mut PgConnection, key: &LockKey) -> bool {
     )
 }
 
-/// The pool has as many connections as it should, and none of them holds a lock or is in a transaction.
+/// Asserts that the pool opens all its connections, and that none holds a lock or is in a transaction.
 #[track_caller]
 pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     wait(on_all(pool, "SELECT 1")).unwrap();
-    // Outside a transaction a savepoint is an error.
+    // A savepoint is an error only outside a transaction.
     assert!(wait(on_all(pool, "SAVEPOINT outside")).is_err());
     let mut observer = Observer::of(database);
     eventually("no connection holds a lock", || observer.all_held() == 0);
@@ -241,7 +241,7 @@ pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     });
 }
 
-/// Each session of the pool has prepared no more statements than the crate has.
+/// Asserts that no session of the pool has prepared more statements than the crate has.
 #[track_caller]
 pub(crate) fn assert_few_are_prepared(pool: &PgPool) {
     let few = "DO $$ DECLARE of_all CONSTANT text[] := ARRAY(SELECT statement FROM pg_prepared_statements); \
@@ -249,7 +249,7 @@ pub(crate) fn assert_few_are_prepared(pool: &PgPool) {
     wait(on_all(pool, few)).unwrap();
 }
 
-/// Looks until it is so, for a minute.
+/// Polls until the condition holds, for at most a minute.
 #[track_caller]
 pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(60);
@@ -259,7 +259,7 @@ pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A pool of one that soon gives up, and has its connection open: to open one may take longer.
+/// A pool of one connection and a short timeout. The connection is open already, because opening it may take longer.
 pub(crate) fn impatient_pool(database: &Database, patience: Duration) -> PgPool {
     let pool = make_pool(&database.url(), 1, patience);
     let none = Semaphore::named("none", 1, Duration::from_secs(60));
@@ -270,7 +270,7 @@ pub(crate) fn impatient_pool(database: &Database, patience: Duration) -> PgPool 
     pool
 }
 
-/// Asserts a state after a drop: at once, or soon where a drop leaves the work to a task.
+/// Asserts a condition after a drop: at once in the blocking half, and soon in the other, where a drop leaves work to a task.
 #[track_caller]
 pub(crate) fn assert_after_drop(what: &str, mut is_so: impl FnMut() -> bool) {
     if IS_ASYNC {

@@ -1,4 +1,4 @@
-//! Migrations of an application's own.
+//! An application's own migrations.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use diesel::migration::{
 };
 use diesel::pg::Pg;
 
-/// A list of migrations: a name with its version, and what it does.
+/// A list of migrations: the name, which begins with the version, and the step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Own(pub(crate) &'static [(&'static str, Step)]);
 

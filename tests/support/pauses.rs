@@ -1,5 +1,5 @@
-//! What keeps a test true on a machine that pauses: a thread, a process or the server may sleep for
-//! seconds at any moment.
+//! Keeps tests right on a slow machine: a thread, a process or the server may pause for seconds at
+//! any moment.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -10,15 +10,15 @@ use crate::half::Error;
 /// seconds, and its holder relies on it for eleven.
 pub(crate) const LEASE: Duration = Duration::from_secs(12);
 
-/// Repeats a round until it succeeds, because the machine may pause in one. Only for a round that
-/// never succeeds with broken code.
+/// Repeats a round until it succeeds, because a pause of the machine may fail one. Only for rounds
+/// that never succeed with broken code.
 #[track_caller]
 pub(crate) fn once_at_least(what: &str, mut succeeds: impl FnMut() -> bool) {
     assert!((0..20).any(|_| succeeds()), "in none of 20 rounds: {what}");
 }
 
-/// Repeats a round until it takes less time than `limit`, and returns the value of that round: a
-/// slower round proves nothing.
+/// Repeats a round until it takes less time than `limit`, because a slower round proves nothing.
+/// Returns the value of that round.
 #[track_caller]
 pub(crate) fn in_a_quick_round<T>(limit: Duration, mut round: impl FnMut() -> T) -> T {
     for _ in 0..100 {
@@ -31,7 +31,7 @@ pub(crate) fn in_a_quick_round<T>(limit: Duration, mut round: impl FnMut() -> T)
     panic!("no round of a hundred took less than {limit:?}")
 }
 
-/// Repeats an operation until its pool, which is impatient, gives it a connection in time.
+/// Repeats an operation until its pool, which has a short timeout, gives it a connection in time.
 #[track_caller]
 pub(crate) fn patiently<T>(mut operation: impl FnMut() -> Result<T, Error>) -> T {
     let end = Instant::now() + Duration::from_secs(60);
@@ -43,7 +43,7 @@ pub(crate) fn patiently<T>(mut operation: impl FnMut() -> Result<T, Error>) -> T
     }
 }
 
-/// A name for one round, so that its metrics and its log are its own.
+/// A unique name for a round, so that no other round has its metrics and its log.
 pub(crate) fn fresh(name: &str) -> &'static str {
     static ROUNDS: AtomicU32 = AtomicU32::new(0);
     let round = ROUNDS.fetch_add(1, Ordering::Relaxed);

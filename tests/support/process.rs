@@ -1,11 +1,11 @@
-//! Tests in processes of their own.
+//! Tests in child processes.
 
 use std::env;
 use std::process::{Child, Command, Stdio};
 
 use workbench::Database;
 
-/// A process that runs one test of this program, with something in its environment. It is killed with the value.
+/// A child process that runs one test of this program, with an environment variable. Dropping kills it.
 pub(crate) struct Process(Child);
 
 impl Process {
@@ -19,7 +19,7 @@ impl Process {
         Self(process.unwrap())
     }
 
-    /// Kills it, as the kernel does that is out of memory.
+    /// Kills the process, as an out-of-memory killer would.
     pub(crate) fn kill(mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
@@ -33,13 +33,13 @@ impl Drop for Process {
     }
 }
 
-/// Runs a test in a process of its own, because it looks at what the whole process has left to do.
+/// Runs a test in a child process, because it waits for the background work of the whole process.
 pub(crate) fn alone(test: &str, body: impl FnOnce()) {
     const ALONE: &str = "INTERLOCK_TEST_ALONE";
     if env::var_os(ALONE).is_some() {
         return body();
     }
-    // Whose server it shares.
+    // The child uses the server of this database.
     let database = Database::new();
     let output = Command::new(env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture"])

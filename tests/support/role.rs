@@ -1,4 +1,4 @@
-//! Roles that own nothing.
+//! Roles without rights.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,7 +20,7 @@ impl Role {
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let name = format!("interlock_test_{}_{number}", std::process::id());
         let conn = &mut database.connect();
-        // Its statements are those of PostgreSQL 15, where nobody may create anything in `public`.
+        // As since PostgreSQL 15, where by default nobody may create anything in `public`.
         conn.batch_execute(&format!(
             "CREATE ROLE {name}; REVOKE CREATE ON SCHEMA public FROM PUBLIC"
         ))
@@ -60,7 +60,7 @@ impl Role {
             .current_dir(env!("CARGO_MANIFEST_DIR"))
             .output();
         let Ok(output) = output else {
-            eprintln!("no psql here: not tried");
+            eprintln!("psql is not installed: grants.sql is not tested");
             return false;
         };
         assert!(

@@ -1,4 +1,4 @@
-//! One lock, or several at once: what holds for one holds for all.
+//! One lock, or several at once: a test of both cases.
 
 use diesel_interlock::LockKey;
 use workbench::Database;
@@ -13,7 +13,7 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// The two cases of a test: one lock, and locks of every kind in no order.
+    /// The two cases of a test: one lock, and unordered locks of every kind.
     pub(crate) fn one_and_several(lock: &AdvisoryLock) -> [Self; 2] {
         [Self::of(vec![lock.clone()]), Self::several(lock)]
     }
@@ -44,12 +44,12 @@ impl Wanted {
         self.parts[0].lock_key()
     }
 
-    /// Another session takes that one.
+    /// Takes that lock on another session.
     pub(crate) fn foreign_holder(&self, database: &Database) -> diesel::PgConnection {
         foreign_holder(database, self.key())
     }
 
-    /// Each of its locks is held by one session, and no other lock is held.
+    /// Asserts that each of the locks is held by one session, and that no other lock is held.
     #[track_caller]
     pub(crate) fn assert_held(&self, observer: &mut Observer) {
         for lock in &self.parts {

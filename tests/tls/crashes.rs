@@ -1,4 +1,4 @@
-//! Locks of a process that dies, and of a guard that is dropped, are free in the middle of a statement over TLS, too.
+//! Over TLS, too, a crash of the process or the drop of a guard frees the lock, even while a statement runs.
 
 use std::env;
 use std::process::{Command, Stdio};
@@ -22,7 +22,7 @@ const IS_FREE: &str =
     "NOT EXISTS (SELECT FROM pg_locks JOIN pg_database ON database = pg_database.oid
     WHERE locktype = 'advisory' AND datname = current_database())";
 
-/// Looks until it is so, for much less time than the work takes.
+/// Polls until the condition holds, for much less time than the work takes.
 #[track_caller]
 fn soon(observer: &mut PgConnection, condition: &str) {
     let end = Instant::now() + Duration::from_secs(30);
@@ -32,7 +32,7 @@ fn soon(observer: &mut PgConnection, condition: &str) {
     }
 }
 
-/// Runs the same test in another process, where it takes a lock and works under it, and kills that process meanwhile.
+/// Runs the same test in a child process, which takes a lock and works, and kills that process during its work.
 fn crash(test: &str, take_and_work: impl FnOnce(&Endpoint)) {
     if let Ok(url) = env::var(URL) {
         return take_and_work(&Endpoint::new(&url));

@@ -1,4 +1,4 @@
-//! Over TLS: both halves, and every pool.
+//! Both halves, and every pool, over TLS.
 //!
 //! A part of `cargo test --workspace --all-features`, because the libpq of `interlock` has TLS.
 
@@ -13,7 +13,7 @@ use diesel::prelude::*;
 use diesel::sql_types::Bool;
 use workbench::{Cluster, Database, Endpoint, RoundTrips};
 
-/// A database of the server that the tests share. Its own endpoint, for a session that looks, does without TLS.
+/// A database of the server that the tests share. Its own endpoint, for observers, is without TLS.
 fn database() -> Database {
     static CLUSTER: OnceLock<Cluster> = OnceLock::new();
     let cluster = CLUSTER.get_or_init(|| Cluster::builder().tls().start());

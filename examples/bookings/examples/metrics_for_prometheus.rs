@@ -1,5 +1,5 @@
-//! The application with requests and a lost lock, for `scripts/check metrics`: writes the port of
-//! `/metrics` and the URL of its database, which goes away with it.
+//! Runs the application with some requests and a lost lock, for `scripts/check metrics`. Prints the
+//! port of `/metrics` and the URL of its database, which is dropped at the end.
 
 use std::error::Error;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The handlers over diesel-async and deadpool. A request whose client goes away is dropped, and what it has taken is released.
+//! The handlers over diesel-async and deadpool. If a client disconnects, its request is dropped, which releases its locks and slots.
 
 use axum::Router;
 use axum::extract::{Path, Request, State};
@@ -22,7 +22,7 @@ static REQUESTS: RateLimit = RateLimit::named("requests", PER_CUSTOMER);
 static GEOCODER: Semaphore = Semaphore::named("geocoder", SLOTS, CALL);
 static CACHE: Throttle = Throttle::named("cache rebuild", REBUILD);
 
-/// Prepares the database, which any number of instances may do at once.
+/// Prepares the database. Any number of instances may do this at once.
 pub async fn start_up(pool: &PgPool, url: &str) -> Result<(), Error> {
     migrations::install(pool).await?;
     let direct = AsyncPgConnection::establish(url).await;
@@ -44,7 +44,7 @@ pub fn router(pool: PgPool) -> Router {
         .with_state(pool)
 }
 
-/// Who cannot be counted is not let through.
+/// A caller that cannot be counted is refused.
 async fn limit(pool: State<PgPool>, request: Request, next: Next) -> Result<Response, Failed> {
     let requests = REQUESTS.key(customer(request.headers()));
     let check = requests.check(&pool).await?;

@@ -22,7 +22,7 @@ static REQUESTS: RateLimit = RateLimit::named("requests", PER_CUSTOMER);
 static GEOCODER: Semaphore = Semaphore::named("geocoder", SLOTS, CALL);
 static CACHE: Throttle = Throttle::named("cache rebuild", REBUILD);
 
-/// Prepares the database, which any number of instances may do at once.
+/// Prepares the database. Any number of instances may do this at once.
 pub fn start_up(pool: &PgPool, url: &str) -> Result<(), Error> {
     migrations::install(pool)?;
     let direct = PgConnection::establish(url);
@@ -44,7 +44,7 @@ pub fn router(pool: PgPool) -> Router {
         .with_state(pool)
 }
 
-/// Runs on a blocking thread. A panic there is a reply of 500.
+/// Runs a handler on a blocking thread. A panic there becomes a reply with the status 500.
 async fn block<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Failed> + Send + 'static,
 ) -> Result<T, Failed> {
@@ -52,7 +52,7 @@ async fn block<T: Send + 'static>(
     spawn_blocking(work).await.unwrap_or(Err(panicked))
 }
 
-/// Who cannot be counted is not let through.
+/// A caller that cannot be counted is refused.
 async fn limit(pool: State<PgPool>, request: Request, next: Next) -> Result<Response, Failed> {
     let requests = REQUESTS.key(customer(request.headers()));
     let check = block(move || Ok(requests.check(&pool)?)).await?;

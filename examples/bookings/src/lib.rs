@@ -20,7 +20,7 @@ pub const MIGRATIONS: EmbeddedMigrations = embed_migrations!();
 const PER_CUSTOMER: Quota = Quota::per_minute(20).burst(5);
 const SLOTS: u32 = 4;
 const CALL: Duration = Duration::from_secs(10);
-/// How long the fragile service takes.
+/// How long a call of the fragile service takes.
 const SLOW: Duration = Duration::from_millis(20);
 const REBUILD: Duration = Duration::from_secs(15);
 
@@ -47,7 +47,7 @@ pub fn metrics() -> Result<Router, BuildError> {
     Ok(Router::new().route("/metrics", get(async move || exporter.render())))
 }
 
-/// An error as a reply: 400 for bad input, 503 if the database is away, and 500 for a mistake.
+/// An error as a reply: 400 for bad input, 503 if the database is away, and 500 for a bug.
 struct Failed(StatusCode);
 
 impl<E: Into<Error>> From<E> for Failed {
@@ -71,7 +71,7 @@ impl IntoResponse for Failed {
     }
 }
 
-/// A pool or a server that gives no connection.
+/// The reply if a pool or a server gives no connection.
 fn no_connection(error: impl std::error::Error + Send + Sync + 'static) -> Error {
     Error::Pool(error.into())
 }
@@ -86,14 +86,14 @@ fn try_again(status: StatusCode, seconds: u64) -> Response {
         .into_response()
 }
 
-/// Who asks.
+/// The customer who sends the request.
 fn customer(headers: &HeaderMap) -> String {
     let customer = headers.get("x-customer");
     let customer = customer.and_then(|value| value.to_str().ok());
     customer.unwrap_or("anonymous").to_owned()
 }
 
-/// What came of a booking, by the number of its new rows.
+/// The reply to a booking, by the number of inserted rows.
 fn booked(rows: usize) -> StatusCode {
     match rows {
         0 => StatusCode::CONFLICT,
@@ -119,7 +119,7 @@ fn rebuilt(decision: Decision) -> Response {
     }
 }
 
-/// Who holds and waits, what is in flight, what is due, and what is used.
+/// The status page: holders and waiters of locks, slots in flight, due throttles, used units.
 fn shown(
     locks: Vec<Lock>,
     slots: Vec<Slot>,
@@ -129,7 +129,7 @@ fn shown(
     format!("{locks:#?}\n{slots:#?}\n{throttles:#?}\n{limits:#?}\n")
 }
 
-/// Adds what the check says to a reply.
+/// Adds the header fields of a check to a reply.
 fn with_headers(check: &Check, mut response: Response) -> Response {
     for (name, value) in check.headers() {
         if let Ok(value) = HeaderValue::from_str(&value) {
@@ -141,7 +141,7 @@ fn with_headers(check: &Check, mut response: Response) -> Response {
     response
 }
 
-/// What a fragile service returns.
+/// The reply of the fragile service.
 fn street(name: &str) -> String {
     format!("{name} street, 52.5 N 13.4 E\n")
 }

@@ -1,4 +1,4 @@
-//! `DATABASE_URL=postgres://… cargo run -p bookings -- blocking`, or `async`, and a port if it is not to be 3000.
+//! `DATABASE_URL=postgres://… cargo run -p bookings -- blocking`, or `async`, and optionally a port (default: 3000).
 
 use std::error::Error;
 

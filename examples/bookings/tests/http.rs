@@ -1,4 +1,4 @@
-//! Both halves reply alike.
+//! Both halves send the same replies.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ fn deadpool(url: &str) -> AsyncPool {
     AsyncPool::builder(manager).max_size(4).build().unwrap()
 }
 
-/// Over a database that needs no start-up, in each half.
+/// The application in each half, over a prepared database.
 fn both(url: &str) -> [Router; 2] {
     let pool = Pool::builder()
         .connection_timeout(Duration::from_millis(100))
@@ -60,8 +60,13 @@ async fn send(router: &Router, method: &str, path: &str, customer: &str) -> Resp
         .unwrap()
 }
 
-/// How many of ten requests at once got the one reply, where all others got the other one.
-async fn of_ten(router: &Router, path: &'static str, one: StatusCode, other: StatusCode) -> usize {
+/// Sends ten requests at once, and counts the replies `one`. All others must be `other`.
+async fn count_of_ten(
+    router: &Router,
+    path: &'static str,
+    one: StatusCode,
+    other: StatusCode,
+) -> usize {
     let mut requests = Vec::new();
     for customer in 0..10 {
         let router = router.clone();
@@ -82,7 +87,7 @@ async fn of_ten(router: &Router, path: &'static str, one: StatusCode, other: Sta
 
 async fn of_ten_requests_one_books(router: &Router, database: &Database) {
     let (created, conflict) = (StatusCode::CREATED, StatusCode::CONFLICT);
-    let books = of_ten(router, "/servers/345/bookings", created, conflict);
+    let books = count_of_ten(router, "/servers/345/bookings", created, conflict);
     assert_eq!(books.await, 1);
     let customer = "(SELECT customer FROM booking)";
     let customer: String = diesel::select(sql::<Text>(customer))
@@ -112,13 +117,13 @@ async fn a_customer_has_five_requests_at_once(router: &Router) {
 
 async fn of_ten_requests_one_rebuilds_the_cache(router: &Router) {
     let (ok, too_many) = (StatusCode::OK, StatusCode::TOO_MANY_REQUESTS);
-    assert_eq!(of_ten(router, "/cache", ok, too_many).await, 1);
+    assert_eq!(count_of_ten(router, "/cache", ok, too_many).await, 1);
     let refused = send(router, "POST", "/cache", "7").await;
     assert_eq!(refused.status(), too_many);
     assert!(refused.headers().contains_key("retry-after"));
 }
 
-/// Four others have taken all slots.
+/// Takes all four slots before the call.
 async fn a_fifth_call_is_refused(router: &Router, database: &Database) {
     let four = "SELECT resource_control.claim_service_request('geocoder', 4, '1 hour') FROM generate_series(1, 4)";
     database.connect().batch_execute(four).unwrap();
@@ -158,13 +163,13 @@ async fn the_asynchronous_half() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_that_cannot_be_counted_is_not_let_through() {
+async fn a_request_that_cannot_be_counted_is_refused() {
     let book = "/servers/345/bookings";
     for router in both("postgresql://postgres@127.0.0.1:1/away") {
         let away = send(&router, "POST", book, "7").await;
         assert_eq!(away.status(), StatusCode::SERVICE_UNAVAILABLE);
     }
-    // Without the schema of the limit, although a booking would do.
+    // The schema of the limit is missing, although a booking would need only a lock.
     let database = Database::new();
     let table = "CREATE TABLE booking (server integer, customer text)";
     database.connect().batch_execute(table).unwrap();

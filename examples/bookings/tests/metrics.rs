@@ -1,4 +1,4 @@
-//! `/metrics` has the numbers of the requests.
+//! `/metrics` counts the requests.
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
@@ -22,7 +22,7 @@ async fn send(router: &Router, method: &str, path: &str) -> String {
     String::from_utf8(body.to_vec()).unwrap()
 }
 
-/// Sends the same requests in one half, of which nothing is in flight when they return.
+/// Sends the same requests to one half. Nothing is in flight when they return.
 async fn use_all(router: &Router) {
     for server in 0..2 {
         send(router, "POST", &format!("/servers/{server}/bookings")).await;

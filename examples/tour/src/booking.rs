@@ -18,7 +18,7 @@ const TABLE: &str = "DROP TABLE IF EXISTS booking;
 const OVERLAPPING: &str = "EXISTS (SELECT FROM booking
     WHERE server = 345 AND during && daterange '[2021-01-01, 2021-01-04)')";
 
-/// Returns whether the customer is told that the server is theirs.
+/// Returns whether the booking is confirmed to the customer.
 fn book(conn: &mut PgConnection, customer: i32, between: impl FnOnce()) -> QueryResult<bool> {
     let is_taken = text(conn, OVERLAPPING);
     between();
@@ -36,8 +36,8 @@ pub(crate) fn ten_requests_for_one_server(database: &Database) -> Result<(), Box
     let barrier = Barrier::new(10);
 
     println!("\n  In a transaction: conn.transaction(|conn| {{ check, then insert }})");
-    // No transaction sees what others have not committed yet. The barrier is the bad luck.
-    let rows = ten_at_once(database, |conn, customer| {
+    // No transaction sees uncommitted rows of others. The barrier makes the race certain.
+    let rows = book_ten_at_once(database, |conn, customer| {
         conn.transaction(|conn| book(conn, customer, || _ = barrier.wait()))
     })?;
     assert_eq!(rows, "10");
@@ -46,7 +46,7 @@ pub(crate) fn ten_requests_for_one_server(database: &Database) -> Result<(), Box
     println!("\n  Under a lock: SERVER.key(345).transaction(conn, |conn| {{ … }})");
     let key = SERVER.key(345);
     println!("    · PostgreSQL locks the number {}", key.lock_key().id()?);
-    let rows = ten_at_once(database, |conn, customer| {
+    let rows = book_ten_at_once(database, |conn, customer| {
         barrier.wait();
         key.transaction(conn, |conn| book(conn, customer, || ()))
     })?;
@@ -55,8 +55,8 @@ pub(crate) fn ten_requests_for_one_server(database: &Database) -> Result<(), Box
     Ok(())
 }
 
-/// Returns how many bookings there are in the end.
-fn ten_at_once(
+/// Returns the number of bookings at the end.
+fn book_ten_at_once(
     database: &Database,
     book: impl Fn(&mut PgConnection, i32) -> QueryResult<bool> + Sync,
 ) -> QueryResult<String> {

@@ -24,7 +24,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 
 static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, TIMEOUT);
 
-/// What each worker does: a call whenever it likes, then calls with a slot, until it is stopped.
+/// The work of each worker: first uncoordinated calls, then calls with a slot, until it is stopped.
 pub(crate) fn work(worker: &Instance) -> Result<(), Box<dyn Error>> {
     let (pool, slots) = (worker.pool()?, GEOCODER.details(&worker.name));
     call(&worker.extra)?;
@@ -44,7 +44,7 @@ pub(crate) fn work(worker: &Instance) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// A call takes 50 ms, and ends when the service says so.
+/// Calls the service, which replies after 50 ms.
 fn call(service: &str) -> io::Result<()> {
     let mut service = TcpStream::connect(service)?;
     thread::sleep(Duration::from_millis(50));
@@ -52,14 +52,14 @@ fn call(service: &str) -> io::Result<()> {
     service.read_to_end(&mut Vec::new()).map(drop)
 }
 
-/// Has a slot until it is killed.
+/// Holds a slot until the process is killed.
 pub(crate) fn crash(worker: &Instance) -> Result<(), Box<dyn Error>> {
     let permit = GEOCODER.details(&worker.name).acquire(&worker.pool()?)?;
     println!("{}", permit.fencing_token());
     Ok(worker.wait()?)
 }
 
-/// A service that counts the calls, on an address of its own. Its threads end with the process.
+/// A service that counts its calls. Its threads end with the process.
 #[derive(Default)]
 struct Service {
     at_once: AtomicUsize,

@@ -9,7 +9,7 @@ use diesel::r2d2::{ConnectionManager, Pool};
 use diesel_interlock::PgPool;
 use workbench::Database;
 
-/// A process that the tour has started. Killed when the value drops.
+/// A process that the tour has started. Dropping kills it.
 pub(crate) struct Process {
     pub(crate) name: String,
     pub(crate) process: Child,
@@ -18,7 +18,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts instances, and waits until each has its connection. Their sessions have their names.
+    /// Starts instances, and waits until each is connected. Their sessions have their names.
     pub(crate) fn start(
         role: &str,
         names: impl IntoIterator<Item = String>,
@@ -58,12 +58,12 @@ impl Process {
         Ok(line.trim_end().to_owned())
     }
 
-    /// Lets it go on from [`Instance::wait`].
+    /// Lets the process continue after [`Instance::wait`].
     pub(crate) fn go_on(&mut self) -> io::Result<()> {
         self.input.write_all(b"\n")
     }
 
-    /// Waits for its end, which must be well.
+    /// Waits for the end of the process, which must succeed.
     pub(crate) fn end(mut self) -> io::Result<()> {
         let status = self.process.wait()?;
         assert!(status.success(), "{}: {status}", self.name);
@@ -97,7 +97,7 @@ impl Instance {
         })
     }
 
-    /// Opens its pool, of one connection, and waits for the others.
+    /// Opens a pool of one connection, and waits for the other instances.
     pub(crate) fn pool(&self) -> Result<PgPool, Box<dyn Error>> {
         let pool = Pool::builder()
             .max_size(1)
@@ -107,7 +107,7 @@ impl Instance {
         Ok(pool)
     }
 
-    /// Waits until the tour lets it go on; an error if that has ended.
+    /// Waits until the tour lets this process continue. Fails if the tour has ended.
     pub(crate) fn wait(&self) -> io::Result<()> {
         match io::stdin().read_line(&mut String::new())? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),

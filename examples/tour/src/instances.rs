@@ -1,4 +1,4 @@
-//! Three instances start the nightly report and rebuild a cache: one of them does.
+//! Three instances try to run the nightly report and to rebuild a cache: one of them does.
 
 use std::error::Error;
 use std::time::Duration;
@@ -16,7 +16,7 @@ pub(crate) const ROLE: &str = "instance";
 
 static CACHE: Throttle = Throttle::named("cache", Duration::from_secs(15));
 
-/// What each instance does.
+/// The work of each instance.
 pub(crate) fn run(instance: &Instance) -> Result<(), Box<dyn Error>> {
     let pool = instance.pool()?;
     let attempt = NIGHTLY.try_acquire(&pool)?;
@@ -74,7 +74,7 @@ pub(crate) fn three_instances(database: &Database) -> Result<(), Box<dyn Error>>
             println!("    ✓ {name}: is granted, and rebuilds it");
             who_rebuilds_it.push(name);
         } else {
-            // At most a second, if the other had not committed yet.
+            // The hint is at most a second if the other instance had not committed yet.
             assert!((1..=15).contains(&said.parse::<u64>()?));
             println!("    · {name}: is denied; its next chance is in {said} s");
         }

@@ -1,4 +1,4 @@
-//! What the tour looks up before it claims something.
+//! Queries and assertions that verify what the tour prints.
 
 use std::error::Error;
 use std::thread;
@@ -43,7 +43,7 @@ pub(crate) fn assert_free(observer: &mut PgConnection) -> Result<(), Box<dyn Err
     Ok(())
 }
 
-/// The pool gives out as many connections as it should, and they work.
+/// Asserts that the pool gives out all its connections, and that they work.
 pub(crate) fn assert_pool_is_whole(pool: &PgPool) -> Result<(), Box<dyn Error>> {
     let mut both = [pool.get()?, pool.get()?];
     let [first, second] = both
@@ -56,7 +56,7 @@ pub(crate) fn assert_pool_is_whole(pool: &PgPool) -> Result<(), Box<dyn Error>> 
     Ok(())
 }
 
-/// Looks until there is something to see, for half a minute.
+/// Polls until there is a result, for at most half a minute.
 pub(crate) fn eventually<T>(
     what: &str,
     mut look: impl FnMut() -> Result<Option<T>, Box<dyn Error>>,

@@ -1,4 +1,4 @@
-//! The rate limit: so many per second for all processes together.
+//! The rate limit: a hundred mails per second for all processes together.
 
 use std::error::Error;
 use std::thread;
@@ -20,7 +20,7 @@ static MAILS: RateLimit = RateLimit::named(
     Quota::per_second(PER_SECOND as u32).burst(BURST as u32),
 );
 
-/// What each mailer does: for three seconds it sends as fast as it may, and says when it did.
+/// The work of each mailer: for three seconds it sends as fast as the limit allows, and prints the time of each mail.
 pub(crate) fn send(mailer: &Instance) -> Result<(), Box<dyn Error>> {
     let pool = mailer.pool()?;
     let provider = MAILS.key("the provider");
@@ -35,7 +35,7 @@ pub(crate) fn send(mailer: &Instance) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// How many mails may pass in a span of so many microseconds.
+/// The number of mails that may be sent within `span` microseconds.
 const fn promised(span: i64) -> i64 {
     BURST + span * PER_SECOND / 1_000_000
 }

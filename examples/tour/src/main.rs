@@ -5,10 +5,9 @@
 //! scripts/tour    # or, where PostgreSQL is installed: cargo run -p tour
 //! ```
 //!
-//! It starts a throwaway server, unless `DATABASE_URL` names one, and works in a database of its
-//! own. Instances of an application are processes of their own: this program, started again. What
-//! it says it has looked up before, mostly from another session; if something is not as claimed, it
-//! panics.
+//! It creates a database on the server of `DATABASE_URL`, or else on a throwaway server. Instances of
+//! an application are separate processes: this program, started again. The tour verifies what it
+//! prints first, mostly from another session, and panics if something is not as claimed.
 
 mod booking;
 mod fragile_service;

@@ -1,5 +1,5 @@
-//! The session lock: with PostgreSQL's functions on any connection of a pool, and with a guard,
-//! whose work may end badly.
+//! The session lock: with PostgreSQL's bare functions on connections of a pool, and with a guard
+//! whose work fails.
 
 use std::error::Error;
 use std::panic::{self, AssertUnwindSafe};
@@ -33,7 +33,7 @@ pub(crate) fn a_lock_that_stays_in_the_pool(database: &Database) -> Result<(), B
     assert_eq!(holders(observer)?, holder);
     assert!(NIGHTLY.try_acquire(&database.pool(1))?.is_busy());
     println!("    ✗ pg_locks: held by pid {holder}, idle in the pool; nobody else gets it");
-    // Only the session itself can free it, and the pool does not say which of the two that is.
+    // Only the session itself can release it, and the pool does not show which connection that is.
     for conn in &mut [pool.get()?, pool.get()?] {
         conn.batch_execute("SELECT pg_advisory_unlock_all()")?;
     }

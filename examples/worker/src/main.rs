@@ -1,12 +1,12 @@
-//! A worker of which several instances run on one database.
+//! A worker that runs as several instances on one database.
 //!
 //! ```sh
 //! DATABASE_URL=postgres://… cargo run -p worker -- worker-1
 //! ```
 //!
-//! One instance leads and dispatches. One imports, under a permit that renews itself. A report is written at 3:00 in Berlin, by whichever
-//! instance gets the tick, and a heartbeat each second. SIGTERM and Ctrl-C end it: the leader resigns, the import stops between two
-//! steps and releases its permit, and a report that is being written is finished.
+//! One instance leads and dispatches. One imports, under a permit that renews itself. Whichever instance gets the tick writes a
+//! report at 3:00 in Berlin, and a heartbeat each second. SIGTERM and Ctrl-C end the worker: the leader resigns, the import stops
+//! between two steps and releases its permit, and a report that has begun is finished.
 
 mod cron;
 
@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let beating = scope.spawn(|| beat(&pool, &stop, &name));
         for job in [leading, importing, reporting, beating] {
             let ended = job.join().map_err(|_| "a job has panicked")?;
-            // Without a job the others end, too, so that the process is started again.
+            // If one job ends, all end, so that the process is restarted.
             stop.stop();
             ended?;
         }
@@ -54,7 +54,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     })
 }
 
-/// On one instance at a time. The call is the leadership.
+/// Dispatches on one instance at a time, for as long as it leads.
 fn dispatch(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
     DISPATCHER.details(name).lead(pool, stop, |term| {
         println!("lead {}", term.fencing_token());
@@ -65,7 +65,7 @@ fn dispatch(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlo
     })
 }
 
-/// A job that takes longer than a permit lasts, on one instance at a time. It holds no connection.
+/// A job that takes longer than the permit's timeout, on one instance at a time. It holds no connection.
 fn import(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
     let semaphore = IMPORT.details(name);
     while !stop.is_stopped() {
@@ -79,7 +79,7 @@ fn import(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock
             Err(error) => return Err(error),
         };
         println!("import {}", permit.fencing_token());
-        // Each step looks whether it still may. A step takes a while.
+        // Each step, which takes a while, first checks whether the permit is still valid.
         let may_go_on = || !stop.is_stopped() && !permit.wait_for_loss(Duration::from_millis(100));
         if (0..50).all(|_step| may_go_on()) {
             println!("imported {}", permit.fencing_token());
@@ -92,7 +92,7 @@ fn import(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock
     Ok(())
 }
 
-/// Each night, in a time zone with clock changes.
+/// Writes a report each night, in a time zone with clock changes.
 fn report(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
     let nightly = cron::next("0 3 * * *", chrono_tz::Europe::Berlin);
     REPORT.details(name).run(pool, stop, nightly, |tick| {
@@ -101,7 +101,7 @@ fn report(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock
     })
 }
 
-/// Each second, and none is left out for at most a minute.
+/// Beats each second. Ticks that were missed for up to a minute are caught up.
 fn beat(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
     let schedule = HEARTBEAT
         .details(name)

@@ -1,4 +1,4 @@
-//! Processes that are killed, and that are told to end: another one leads, and each tick runs once.
+//! After a kill or a SIGTERM of the leader, another process leads, and each tick runs once.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader};
@@ -24,7 +24,7 @@ impl Drop for Process {
 }
 
 impl Process {
-    /// Sends SIGTERM, and waits until it has ended.
+    /// Sends SIGTERM, and waits for the end of the process.
     fn terminate(&mut self) -> ExitStatus {
         let pid = self.0.id().to_string();
         let sent = Command::new("kill").args(["-TERM", &pid]).status();
@@ -58,7 +58,7 @@ fn start(number: usize, database: &Database, lines: &Sender<(usize, String)>) ->
     Process(process)
 }
 
-/// What the instances have said.
+/// The lines that the instances have printed.
 struct Said {
     lines: Receiver<(usize, String)>,
     leads: VecDeque<(usize, i64)>,
@@ -79,7 +79,7 @@ impl Said {
         }
     }
 
-    /// Listens until it is so, for a minute.
+    /// Reads lines until the condition holds, for at most a minute.
     fn until(&mut self, mut is_so: impl FnMut(&Self) -> bool) {
         let end = Instant::now() + MINUTE;
         while !is_so(self) {
@@ -141,7 +141,7 @@ fn after_a_crash_another_one_leads_and_no_tick_is_lost() {
     said.three_more_beats();
     drop(processes);
 
-    // Only what the killed process had begun ran again, whether it could say so or not.
+    // Only ticks that the killed process had begun ran again, whether it had printed them or not.
     match said.beats_again()[..] {
         [] | [[(_, 2)]] => {}
         [[(killed, 1), (other, 2)]] => assert!(*killed == leader && *other != leader),
@@ -150,7 +150,7 @@ fn after_a_crash_another_one_leads_and_no_tick_is_lost() {
 }
 
 #[test]
-fn one_that_is_told_to_end_leaves_nothing_behind() {
+fn a_terminated_instance_leaves_nothing_behind() {
     let database = Database::new();
     let (sender, lines) = channel();
     let mut processes: Vec<_> = (0..2)
@@ -159,7 +159,7 @@ fn one_that_is_told_to_end_leaves_nothing_behind() {
     let mut said = Said::new(lines);
     let (leader, first) = said.leader();
     said.three_more_beats();
-    // A job of more than a timeout has kept its permit.
+    // A job that took longer than the timeout has kept its permit.
     said.until(|said| !said.imported.is_empty());
     assert_eq!(said.imported[0], said.imports[0]);
 

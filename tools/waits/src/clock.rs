@@ -1,8 +1,8 @@
 //! The clock of the model, and its tasks.
 //!
-//! Time stands still while a task works, and jumps to the next timer when all tasks sleep. If there
-//! is none, they sleep for ever, and the execution fails. shuttle chooses which task goes on at
-//! every lock, flag and sleep.
+//! Time stands still while a task works, and jumps to the next timer when all tasks sleep. Without a
+//! timer they would sleep for ever, so the execution fails. At every lock, flag and sleep, shuttle
+//! chooses the task that runs next.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use shuttle::rand::{Rng, thread_rng};
 
-/// What is due within so many nanoseconds happens at once, in any order.
+/// Timers that are due within this many nanoseconds fire together, in any order.
 const LATE: u64 = 50_000;
 
 /// A time of the model, in nanoseconds.
@@ -23,7 +23,7 @@ const LATE: u64 = 50_000;
 pub(crate) struct Instant(u64);
 
 impl Instant {
-    /// Two looks never see the same time.
+    /// Two calls never return the same time.
     pub(crate) fn now() -> Self {
         CLOCK.with_borrow_mut(|clock| {
             clock.now += 1;
@@ -75,12 +75,12 @@ struct Clock {
     now: u64,
     timers: BTreeMap<(u64, u64), Waker>,
     last_timer: u64,
-    /// How many tasks do not sleep.
+    /// The number of tasks that do not sleep.
     at_work: usize,
-    /// How many tasks have not ended, without the main one.
+    /// The number of tasks that have not ended, without the main one.
     tasks: usize,
     main: Option<Arc<Parker>>,
-    /// Looks at what all have done, with the time until which all sleep.
+    /// Checks that run when all tasks sleep, with the time of the next timer.
     invariants: Vec<Box<dyn Fn(Instant)>>,
 }
 
@@ -92,7 +92,7 @@ shuttle::thread_local! {
     static ME: Arc<Parker> = Arc::default();
 }
 
-/// Locks what only the model knows, also after a panic.
+/// Locks a mutex of the model itself, which shuttle does not schedule, also after a panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -155,7 +155,7 @@ impl Wake for Parker {
     }
 }
 
-/// Notes that a task does nothing more. If all sleep, moves the clock.
+/// Notes that a task sleeps or ends. If all do, moves the clock.
 fn rest() {
     let is_last = CLOCK.with_borrow_mut(|clock| {
         clock.at_work -= 1;
@@ -186,7 +186,7 @@ fn advance() {
     woken.into_values().for_each(Waker::wake);
 }
 
-/// A timer, as long as it is not dropped.
+/// A timer. Dropping cancels it.
 struct Timer((u64, u64));
 
 impl Timer {
@@ -245,7 +245,7 @@ pub(crate) fn run_until<T>(
     None
 }
 
-/// Whether a time has come. Not a look of the sources, so the clock does not tick.
+/// Whether a time has come. The clock does not tick, because only the model asks.
 fn has_come(time: Instant) -> bool {
     CLOCK.with_borrow(|clock| clock.now >= time.0)
 }
@@ -280,7 +280,7 @@ pub(crate) fn spawn(work: impl FnOnce() + Send + 'static) {
     });
 }
 
-/// Adds an invariant, which is looked at whenever all sleep, with the time until which they do.
+/// Adds an invariant, which is checked whenever all tasks sleep, with the time of the next timer.
 pub(crate) fn invariant(look: impl Fn(Instant) + 'static) {
     CLOCK.with_borrow_mut(|clock| clock.invariants.push(Box::new(look)));
 }

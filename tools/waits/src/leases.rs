@@ -24,7 +24,7 @@ const MARGIN: Duration = Duration::from_millis(30);
 /// The row on the server.
 #[derive(Debug)]
 struct Server {
-    /// Until when nobody else is let in.
+    /// Until when the server admits nobody else.
     expires_at: Instant,
     is_ended: bool,
 }
@@ -34,7 +34,7 @@ enum Network {
     Good,
     /// A round trip takes up to the timeout.
     Slow,
-    /// Half of the statements do not arrive, or have no reply.
+    /// Half of the statements do not arrive, or their replies are lost.
     Failing,
 }
 
@@ -71,7 +71,7 @@ impl<M: Mode> Pool for Wire<M> {
                 Network::Failing => thread_rng().gen_range(0..4),
                 _ => 4,
             };
-            // Some at once, and some when the network has given up.
+            // The error comes at once, or when the network gives up.
             let gives_up = MS * [1, 40, 200][thread_rng().gen_range(0..3)];
             let there = trip.mul_f64(thread_rng().gen_range(0.1..0.9));
             if failure == 0 {
@@ -144,7 +144,7 @@ fn claim<M: Mode>(network: Network) -> (Arc<Lease<Wire<M>>>, Arc<Mutex<Server>>)
     (lease, server)
 }
 
-/// One who renews by hand, one who waits for the loss, one who ends it, and one who takes the row away.
+/// Tasks that renew the lease by hand, wait for its loss, end it, and take its row away.
 fn live<M: Mode>(network: Network) {
     let (lease, server) = claim::<M>(network);
     let (was_over, has_heard) = (AtomicBool::new(false), Arc::new(AtomicBool::new(false)));

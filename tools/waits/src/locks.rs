@@ -18,7 +18,7 @@ const LOCK: What = What::Lock(LockId(7));
 const TRIP: Duration = MS;
 const DATABASE: Database = Database(1);
 
-/// The lock on the server, with those who wait there.
+/// The lock on the server, and its waiters there.
 #[derive(Default)]
 struct Server {
     holder: Option<u64>,
@@ -44,7 +44,7 @@ impl World {
     fn new(can_spare: bool) -> Self {
         Self {
             server: Arc::default(),
-            // One who cannot wait on the server pauses for an eighth of a second at most.
+            // A waiter that cannot wait on the server pauses for at most an eighth of a second.
             watch: Watch::new(if can_spare { 10 * MS } else { 130 * MS }, Duration::ZERO),
             can_spare,
         }
@@ -151,7 +151,7 @@ impl Session {
         }
     }
 
-    /// Releases it elsewhere, so that nobody here is told.
+    /// Releases the lock in another process, so that no waiter of this one is woken.
     fn release_elsewhere(self) {
         self.free();
     }
@@ -165,7 +165,7 @@ impl Session {
     }
 }
 
-/// A future that was dropped leaves the release to a task, which reads the reply first.
+/// A dropped future leaves the release to a task, which first reads the reply.
 impl Drop for Session {
     fn drop(&mut self) {
         let waits_until = self.waits_until.take();
@@ -186,26 +186,26 @@ impl Drop for Session {
     }
 }
 
-/// One more who is refused is the oldest, so nobody has left a place.
+/// A newly refused waiter must be the oldest, or a place was left behind.
 fn assert_no_place_is_left() {
     let mut turns = Turns::new(None);
     turns.note_refusal(LOCK, DATABASE, Instant::now());
     assert!(turns.slice().is_some(), "a place is left in the queue");
 }
 
-/// How one who waits gives up.
+/// How a waiter gives up.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum End {
     Never,
     Deadline(Duration),
-    /// The future is dropped after so many polls.
+    /// The future is dropped after this many polls.
     DroppedAfter(u32),
     /// The future is dropped at a time.
     DroppedAt(Duration),
 }
 
 impl End {
-    /// Waits until it is granted, or until this end.
+    /// Waits until the operation succeeds, or until this end.
     pub(crate) fn wait<T, A: Future<Output = Option<T>>, B: Future<Output = Option<T>>>(
         self,
         is_async: bool,
@@ -271,8 +271,8 @@ pub(crate) fn any_end(longest: u32) -> (bool, End) {
     }
 }
 
-/// Three or four, of either half, who wait for ever, give up, or are dropped, while the lock is held
-/// elsewhere at first.
+/// Three or four waiters of either half that wait for ever, give up or are dropped. At first, another
+/// process holds the lock.
 fn crowd(can_spare: bool) {
     let world = World::new(can_spare);
     hold_elsewhere(&world, MS * thread_rng().gen_range(0..20));
@@ -295,8 +295,8 @@ fn locks_of_a_crowd_that_polls() {
     explore(|| crowd(false));
 }
 
-/// After a second, the second tries, too. The oldest gives up as the second is refused, or a little
-/// before or after that.
+/// The second waiter tries, too, after a second. The oldest gives up when the second is refused, or
+/// shortly before or after that.
 fn give_up(can_spare: bool) {
     let world = World::new(can_spare);
     hold_elsewhere(&world, MS * 1400);
@@ -326,7 +326,7 @@ fn locks_as_the_oldest_gives_up_where_all_poll() {
     explore(|| give_up(false));
 }
 
-/// The others sleep while the oldest waits: the n-th tries after n - 1 seconds.
+/// While the oldest waits, the others sleep: the n-th tries after n - 1 seconds.
 #[test]
 fn locks_of_a_crowd_that_sends_little_more_than_its_oldest() {
     explore(|| {
@@ -350,7 +350,7 @@ fn locks_of_a_crowd_that_sends_little_more_than_its_oldest() {
     });
 }
 
-/// The oldest was refused, and does nothing: its pool is empty, or nobody polls it.
+/// The oldest was refused, and does nothing more: its pool is empty, or nobody polls it.
 #[test]
 fn locks_behind_one_who_does_nothing() {
     explore(|| {

@@ -1,4 +1,4 @@
-//! Waits for a slot, as `Semaphore::acquire` has them, beside another process that waits for it.
+//! Waits for a slot, as in `Semaphore::acquire`, while another process waits for it, too.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -22,14 +22,14 @@ fn slot() -> What {
     What::Slot("slot".into())
 }
 
-/// A service on the server: how many slots are free.
+/// A service on the server, with the number of free slots.
 #[derive(Clone)]
 struct World {
     free: Arc<Mutex<u32>>,
     watch: Watch,
 }
 
-/// A slot that is held. Its drop releases it.
+/// A slot that is held until the drop.
 struct Permit(World);
 
 impl World {
@@ -121,7 +121,7 @@ fn start(world: &World, is_async: bool, begin: Duration, end: End, hold: Duratio
     });
 }
 
-/// Nobody of the queue is left, so a newcomer is woken as the oldest.
+/// A newcomer must be woken as the oldest, or a place was left behind.
 fn assert_no_place_is_left() {
     let mut turns = Turns::new(None);
     turns.note_refusal(slot(), DATABASE, Instant::now());
@@ -131,14 +131,14 @@ fn assert_no_place_is_left() {
 #[test]
 fn slots_of_a_crowd() {
     explore(|| {
-        // A waiter that is woken for a release tries at once, because the process does not live on its
-        // own releases for half a second.
+        // A waiter that is woken by a release tries at once: the process yields only after it has
+        // taken its own releases for half a second.
         let world = World::new(2, 130 * MS, Duration::ZERO);
         for _ in 0..2 {
             assert!(world.take());
             let held = world.clone();
             let hold = MS * thread_rng().gen_range(0..10);
-            // Of another process, or of this one.
+            // The holder is in this process or in another one.
             let is_here = thread_rng().r#gen::<bool>();
             spawn(move || {
                 pause(hold);
@@ -160,7 +160,7 @@ fn slots_of_a_crowd() {
     });
 }
 
-/// Waits as another process does: it polls. Returns how long that took.
+/// Polls, as another process does. Returns how long the wait took.
 fn poll(world: &World) -> Duration {
     let (began, mut next) = (Instant::now(), 5 * MS);
     loop {
@@ -173,7 +173,7 @@ fn poll(world: &World) -> Duration {
     }
 }
 
-/// Two keep the slot busy, and others have no time, while another process waits for the slot twice.
+/// Two waiters keep the slot busy and others have no time to yield, while another process waits twice.
 #[test]
 fn slots_reach_another_process_and_those_without_time() {
     explore(|| {

@@ -1,4 +1,4 @@
-//! What `src/sync.rs` has, under the scheduler and over the clock of the model.
+//! The items of `src/sync.rs`, under shuttle's scheduler and over the clock of the model.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -47,7 +47,7 @@ impl<T> DerefMut for MutexGuard<'_, T> {
     }
 }
 
-/// A condition variable whose timeouts are those of the clock of the model.
+/// A condition variable whose timeouts follow the clock of the model.
 #[derive(Debug, Default)]
 pub(crate) struct Condvar(std::sync::Mutex<Vec<Arc<Parker>>>);
 
@@ -99,7 +99,7 @@ pub(crate) fn reset() {
     STATICS.take();
 }
 
-/// A static that each execution has anew.
+/// A static that is new in each execution.
 pub(crate) struct LazyLock<T>(fn() -> T);
 
 impl<T> LazyLock<T> {
@@ -121,7 +121,7 @@ impl<T: Any> Deref for LazyLock<T> {
     }
 }
 
-/// A static number that each execution has anew, from 0.
+/// A static number that begins at 0 in each execution.
 pub(crate) struct AtomicUsize(LazyLock<shuttle::sync::atomic::AtomicUsize>);
 
 impl AtomicUsize {

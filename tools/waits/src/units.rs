@@ -1,4 +1,4 @@
-//! Waits for units of a rate limit, as `RateLimit::acquire_timeout` has them.
+//! Waits for units of a rate limit, as in `RateLimit::acquire_timeout`.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -22,11 +22,11 @@ fn units() -> What {
     What::Units("limit", "key".into())
 }
 
-/// The row of a key, and those who wait for it.
+/// The row of a key, and its waiters.
 #[derive(Debug)]
 struct Row {
     full_at: Instant,
-    /// What those want who were refused and have not ended.
+    /// The units that refused waiters still want.
     wanted: Vec<u32>,
     sent: usize,
     idle_since: Instant,
@@ -44,14 +44,14 @@ enum Reply {
 }
 
 impl Row {
-    /// When this many units are there.
+    /// When this many units are available.
     fn due(&self, units: u32) -> Instant {
         self.full_at - REFILL * (BURST - units)
     }
 }
 
 impl World {
-    /// Fails if units that somebody wants are there, and nobody tries for longer than `longest`.
+    /// Fails if wanted units are available and no waiter tries for longer than `longest`.
     fn new(longest: Duration) -> Self {
         let now = Instant::now();
         let world = Self(Arc::new(Mutex::new(Row {

@@ -1,4 +1,4 @@
-//! Who waits, who is on the server, and for how long nobody was.
+//! Counts waiters and statements on the server, and checks for how long there are none.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -10,13 +10,13 @@ pub(crate) const MS: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// Those who were refused and have not ended.
+    /// Waiters that were refused and have not ended.
     waiting: usize,
-    /// Statements on their way, or on the server.
+    /// Statements in flight or on the server.
     sent: usize,
-    /// Since when somebody waits and nothing is sent.
+    /// Since when there are waiters, but no statements.
     idle_since: Option<Instant>,
-    /// When something was released here for which nobody has tried yet.
+    /// When something was released in this process that no waiter has tried to get yet.
     owed_since: Option<Instant>,
 }
 
@@ -25,8 +25,8 @@ struct Counts {
 pub(crate) struct Watch(Arc<Mutex<Counts>>);
 
 impl Watch {
-    /// Fails if nobody does anything for longer than `longest`, or for what was released here for
-    /// longer than `patience`.
+    /// Fails if no waiter sends a statement for longer than `longest`, or for longer than `patience`
+    /// after a release in this process.
     pub(crate) fn new(longest: Duration, patience: Duration) -> Self {
         let watch = Self::default();
         let watched = watch.clone();
@@ -56,13 +56,13 @@ impl Watch {
         counts.owed_since = counts.owed_since.filter(|_| counts.waiting > 0);
     }
 
-    /// Somebody waits, until the drop.
+    /// Counts a waiter, until the drop.
     pub(crate) fn wait(&self) -> Waiting {
         self.change(|counts| counts.waiting += 1);
         Waiting(self.clone())
     }
 
-    /// A statement is on its way, until the drop.
+    /// Counts a statement, until the drop.
     pub(crate) fn send(&self) -> Sent {
         self.change(|counts| {
             counts.sent += 1;
@@ -71,12 +71,12 @@ impl Watch {
         Sent(self.clone())
     }
 
-    /// Something was released here, and those who wait were told.
+    /// Notes a release in this process, whose waiters were woken.
     pub(crate) fn owe(&self) {
         self.change(|counts| counts.owed_since = counts.owed_since.or(Some(Instant::now())));
     }
 
-    /// It was granted to one who was on the server.
+    /// Notes that the release went to a waiter on the server.
     pub(crate) fn settle(&self) {
         self.change(|counts| counts.owed_since = None);
     }

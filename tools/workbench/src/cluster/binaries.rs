@@ -34,5 +34,8 @@ fn installed() -> Vec<PathBuf> {
     versions.sort_unstable();
     let debian = versions.iter().rev();
     let debian = debian.map(|version| format!("/usr/lib/postgresql/{version}/bin").into());
-    env::split_paths(&path).chain(reported).chain(debian).collect()
+    env::split_paths(&path)
+        .chain(reported)
+        .chain(debian)
+        .collect()
 }

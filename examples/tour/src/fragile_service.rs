@@ -104,7 +104,7 @@ pub(crate) fn twelve_workers_share_four_slots(database: &Database) -> Result<(),
         worker.go_on()?;
     }
     for worker in &mut workers {
-        assert_eq!(worker.said()?, "called");
+        assert_eq!(worker.read_line()?, "called");
     }
     let crowd = service.most.swap(0, Ordering::SeqCst);
     assert!(crowd > 4, "{crowd} are too few to show it");
@@ -127,7 +127,7 @@ pub(crate) fn twelve_workers_share_four_slots(database: &Database) -> Result<(),
     let conn = &mut database.connect();
     let mut victim = Process::start(CRASHES, ["worker-13".to_owned()], database, "")?.remove(0);
     victim.go_on()?;
-    let token: i64 = victim.said()?.parse()?;
+    let token: i64 = victim.read_line()?.parse()?;
     let pid = victim.process.id();
     drop(victim); // kill -9
     let lost = service_request::table

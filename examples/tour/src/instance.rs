@@ -45,13 +45,13 @@ impl Process {
             });
         }
         for started in &mut all {
-            assert_eq!(started.said()?, "ready");
+            assert_eq!(started.read_line()?, "ready");
         }
         Ok(all)
     }
 
-    /// The next line that it says.
-    pub(crate) fn said(&mut self) -> io::Result<String> {
+    /// Waits for the next line that the process prints.
+    pub(crate) fn read_line(&mut self) -> io::Result<String> {
         let mut line = String::new();
         let read = self.output.read_line(&mut line)?;
         assert!(read > 0, "{} has ended", self.name);

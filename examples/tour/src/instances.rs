@@ -46,7 +46,7 @@ pub(crate) fn three_instances(database: &Database) -> Result<(), Box<dyn Error>>
     let mut who_runs_it = Vec::new();
     for instance in &mut instances {
         let (name, pid) = (instance.name.clone(), instance.process.id());
-        if instance.said()? == "false" {
+        if instance.read_line()? == "false" {
             println!("    ✓ {name}, process {pid}: acquires it, and writes the report");
             who_runs_it.push(name);
         } else {
@@ -69,14 +69,14 @@ pub(crate) fn three_instances(database: &Database) -> Result<(), Box<dyn Error>>
     }
     let mut who_rebuilds_it = Vec::new();
     for mut instance in instances {
-        let (name, said) = (instance.name.clone(), instance.said()?);
-        if said == "granted" {
+        let (name, line) = (instance.name.clone(), instance.read_line()?);
+        if line == "granted" {
             println!("    ✓ {name}: is granted, and rebuilds it");
             who_rebuilds_it.push(name);
         } else {
             // The hint is at most a second if the other instance had not committed yet.
-            assert!((1..=15).contains(&said.parse::<u64>()?));
-            println!("    · {name}: is denied; its next chance is in {said} s");
+            assert!((1..=15).contains(&line.parse::<u64>()?));
+            println!("    · {name}: is denied; its next chance is in {line} s");
         }
         instance.end()?;
     }

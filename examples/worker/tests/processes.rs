@@ -59,7 +59,7 @@ fn start(number: usize, database: &Database, lines: &Sender<(usize, String)>) ->
 }
 
 /// The lines that the instances have printed.
-struct Said {
+struct Output {
     lines: Receiver<(usize, String)>,
     leads: VecDeque<(usize, i64)>,
     /// The instances and the attempts of each beat.
@@ -68,7 +68,7 @@ struct Said {
     imported: Vec<i64>,
 }
 
-impl Said {
+impl Output {
     fn new(lines: Receiver<(usize, String)>) -> Self {
         Self {
             lines,
@@ -80,14 +80,14 @@ impl Said {
     }
 
     /// Reads lines until the condition holds, for at most a minute.
-    fn until(&mut self, mut is_so: impl FnMut(&Self) -> bool) {
+    fn wait_until(&mut self, mut is_met: impl FnMut(&Self) -> bool) {
         let end = Instant::now() + MINUTE;
-        while !is_so(self) {
+        while !is_met(self) {
             let rest = end.saturating_duration_since(Instant::now());
             let (number, line) = self
                 .lines
                 .recv_timeout(rest)
-                .expect("it is so within a minute");
+                .expect("the condition holds within a minute");
             let mut words = line.split(' ');
             let kind = words.next();
             let mut value = || words.next().unwrap().parse::<i64>().unwrap();
@@ -104,14 +104,14 @@ impl Said {
         }
     }
 
-    fn leader(&mut self) -> (usize, i64) {
-        self.until(|said| !said.leads.is_empty());
+    fn wait_for_leader(&mut self) -> (usize, i64) {
+        self.wait_until(|output| !output.leads.is_empty());
         self.leads.pop_front().unwrap()
     }
 
-    fn three_more_beats(&mut self) {
+    fn wait_for_three_beats(&mut self) {
         let wanted = self.beats.len() + 3;
-        self.until(|said| said.beats.len() >= wanted);
+        self.wait_until(|output| output.beats.len() >= wanted);
     }
 
     /// No tick is missing. Returns the ticks that did not run just once.
@@ -131,18 +131,18 @@ fn after_a_crash_another_one_leads_and_no_tick_is_lost() {
     let mut processes: Vec<_> = (0..3)
         .map(|number| start(number, &database, &sender))
         .collect();
-    let mut said = Said::new(lines);
-    let (leader, first) = said.leader();
-    said.three_more_beats();
+    let mut output = Output::new(lines);
+    let (leader, first) = output.wait_for_leader();
+    output.wait_for_three_beats();
     processes[leader].0.kill().unwrap();
-    let (next, second) = said.leader();
+    let (next, second) = output.wait_for_leader();
     assert_ne!(next, leader);
     assert!(second > first, "the token grows with each term");
-    said.three_more_beats();
+    output.wait_for_three_beats();
     drop(processes);
 
     // Only ticks that the killed process had begun ran again, whether it had printed them or not.
-    match said.beats_again()[..] {
+    match output.beats_again()[..] {
         [] | [[(_, 2)]] => {}
         [[(killed, 1), (other, 2)]] => assert!(*killed == leader && *other != leader),
         ref again => panic!("{leader} was killed: {again:?}"),
@@ -156,20 +156,20 @@ fn a_terminated_instance_leaves_nothing_behind() {
     let mut processes: Vec<_> = (0..2)
         .map(|number| start(number, &database, &sender))
         .collect();
-    let mut said = Said::new(lines);
-    let (leader, first) = said.leader();
-    said.three_more_beats();
+    let mut output = Output::new(lines);
+    let (leader, first) = output.wait_for_leader();
+    output.wait_for_three_beats();
     // A job that took longer than the timeout has kept its permit.
-    said.until(|said| !said.imported.is_empty());
-    assert_eq!(said.imported[0], said.imports[0]);
+    output.wait_until(|output| !output.imported.is_empty());
+    assert_eq!(output.imported[0], output.imports[0]);
 
     assert!(processes[leader].terminate().success());
-    let (next, second) = said.leader();
+    let (next, second) = output.wait_for_leader();
     assert!(next != leader && second > first);
-    said.three_more_beats();
+    output.wait_for_three_beats();
     assert!(processes[next].terminate().success());
 
-    assert_eq!(said.beats_again(), [] as [&[(usize, i64)]; 0]);
+    assert_eq!(output.beats_again(), [] as [&[(usize, i64)]; 0]);
     let count = |what: &str| -> i64 {
         let count = sql::<BigInt>(&format!("(SELECT count(*) FROM resource_control.{what})"));
         diesel::select(count)

@@ -159,7 +159,7 @@ fn live<M: Mode>(network: Network) {
             let is_late = next.duration_since(since) > MS;
             assert!(
                 !is_late || heard.load(Ordering::SeqCst),
-                "who waits for the end is told"
+                "a waiter for the end is woken"
             );
         } else {
             let (trusted, server) = (watched.until(), lock(&of_server));

@@ -215,7 +215,7 @@ impl Node {
         let binaries = binaries.display();
         // The settings of `Cluster`, where Patroni allows them. Not `etcd3`: with etcd's third API,
         // Patroni 3.0.2 was seen to name no synchronous standby for minutes after a switchover
-        // ("key updated by someone else").
+        // ("key updated by someone else"), as https://github.com/patroni/patroni/pull/2783 describes.
         let settings = format!(
             "scope: workbench
 name: node{number}

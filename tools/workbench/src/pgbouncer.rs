@@ -87,7 +87,8 @@ impl PgBouncer {
     }
 
     /// The installed version, major and minor. Versions 1.18 to 1.20 may crash when a client cancels a query and does not
-    /// wait until the pooler has forwarded the request; tokio-postgres does not wait.
+    /// wait until the pooler has forwarded the request (<https://github.com/pgbouncer/pgbouncer/pull/846>); tokio-postgres
+    /// does not wait.
     pub fn version() -> [u32; 2] {
         let output = Command::new(binaries().join("pgbouncer"))
             .arg("--version")

@@ -66,6 +66,53 @@ mod tests {
         assert_eq!(ticks("30 2 * * *", 2026, 10, 25).len(), 1);
     }
 
+    /// Where clocks change at midnight, by half an hour, in the other half of the year, and not at all.
+    #[test]
+    fn a_year_has_each_day_once_and_each_hour_that_there_is_in_five_zones() {
+        use chrono_tz::{America, Asia, Australia, Europe};
+        for (zone, nights) in [
+            (Europe::Berlin, 365),
+            (America::New_York, 365),
+            (America::Santiago, 365),
+            (Australia::Lord_Howe, 365),
+            (Asia::Kolkata, 365),
+        ] {
+            let first = |year| {
+                let new_year = zone.with_ymd_and_hms(year, 1, 1, 0, 0, 0).unwrap();
+                new_year.with_timezone(&Utc) - chrono::TimeDelta::microseconds(1)
+            };
+            for (expression, expected) in [("30 2 * * *", nights), ("0 0 * * *", nights)] {
+                let next = next(expression, zone);
+                let (mut at, mut days) = (first(2026), std::collections::BTreeSet::new());
+                let mut ticks = 0;
+                while let Some(tick) = next(at).filter(|tick| *tick <= first(2027)) {
+                    assert!(tick > at, "{zone}: {tick} after {at}");
+                    // The expression counts from anywhere before as from the tick before.
+                    let between = at + (tick - at) / 2;
+                    assert_eq!(next(between), Some(tick), "{zone}: from {between}");
+                    days.insert(tick.with_timezone(&zone).date_naive());
+                    (at, ticks) = (tick, ticks + 1);
+                }
+                assert_eq!(
+                    (ticks, days.len()),
+                    (expected, expected),
+                    "{zone}: {expression}"
+                );
+            }
+            // Each hour that passes has its tick.
+            let hourly = next("0 * * * *", zone);
+            let (mut at, mut ticks) = (first(2026), 0);
+            while let Some(tick) = hourly(at).filter(|tick| *tick <= first(2027)) {
+                assert!(
+                    tick - at <= chrono::TimeDelta::minutes(90),
+                    "{zone}: {tick} after {at}"
+                );
+                (at, ticks) = (tick, ticks + 1);
+            }
+            assert!((8759..=8761).contains(&ticks), "{zone}: {ticks}");
+        }
+    }
+
     /// The page on schedules shows this function.
     #[test]
     fn the_documentation_shows_it() {

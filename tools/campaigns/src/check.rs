@@ -6,7 +6,7 @@
 //! | a transaction lock | a server booked twice in a round |
 //! | permits | more than N trusted at once |
 //! | a kept permit, a leader, a schedule | two trusted at once; a token not larger than its predecessor's |
-//! | a schedule | a tick that did not run; a second run of a tick that neither crashed nor was given back; a wrong attempt |
+//! | a schedule | a tick that did not run; a second run of a tick that neither crashed nor was given back nor was retried; a failed tick that was not retried; a time that is no tick, unless it was triggered; a wrong attempt |
 //! | a throttle | two grants closer than the interval |
 //! | a rate limit | more than burst + N in a period |
 //! | each kind of work | fewer than `minimum.rs` demands |
@@ -27,7 +27,7 @@ use workbench::{Database, Endpoint};
 
 use crate::minimum;
 use crate::record::{End, Held, Records, Run};
-use crate::worker::{Campaign, EVERY, QUOTA, SLOTS};
+use crate::worker::{Campaign, EVERY, Kind, QUOTA, RETRIES, SLOTS};
 
 type Checked = Result<(), Box<dyn Error>>;
 
@@ -161,26 +161,46 @@ fn ticks(campaign: Campaign, records: &Records) -> Checked {
     for run in &records.runs {
         schedules.entry(&run.name).or_default().push(run);
     }
-    let (mut number, mut again) = (0, 0);
+    let (mut number, mut again, mut triggered, mut retried) = (0, 0, 0, 0);
+    let (mut passed_over, mut expected) = (0, 0);
     for (name, runs) in &mut schedules {
         runs.sort_by_key(|run| run.held.token);
         let held: Vec<_> = runs.iter().map(|run| run.held).collect();
         at_most(1, name, &held)?;
         tokens(name, &held)?;
-        let ticks: BTreeSet<i64> = runs.iter().map(|run| run.tick).collect();
         let tick = campaign.tick().as_micros() as i64;
+        let job = name.rsplit(' ').next().unwrap_or_default().parse()?;
+        let kind = Kind::of(campaign, job);
+        // Where both halves have ticks of their own, one of them may pass over ticks of the other after a
+        // crash, when several are due.
+        let apart = if kind == Kind::Edited { tick / 2 } else { tick };
+        let (ticks, others): (BTreeSet<i64>, BTreeSet<i64>) = runs
+            .iter()
+            .map(|run| run.tick)
+            .partition(|at| at % apart == 0);
+        if kind != Kind::Hanging && !others.is_empty() {
+            return Err(format!("{name}: {others:?} were never in force").into());
+        }
+        triggered += others.len();
         for (earlier, later) in ticks.iter().zip(ticks.iter().skip(1)) {
-            if later - earlier != tick {
+            if kind == Kind::Edited {
+                passed_over += (later - earlier) / apart - 1;
+                expected += (later - earlier) / apart;
+            } else if later - earlier != tick {
                 return Err(
                     format!("{name}: no run between the ticks {earlier} and {later}").into(),
                 );
             }
         }
-        for two in runs.windows(2) {
-            follows(campaign, two[0], two[1]).map_err(|why| format!("{name}: {why}: {two:?}"))?;
+        if kind == Kind::Failing {
+            retried += retries(name, runs)?;
         }
-        number += ticks.len();
-        again += runs.len() - ticks.len();
+        for two in runs.windows(2) {
+            follows(campaign, kind, two[0], two[1])
+                .map_err(|why| format!("{name}: {why}: {two:?}"))?;
+        }
+        number += ticks.len() + others.len();
+        again += runs.len() - ticks.len() - others.len();
     }
     let of = |end| {
         let ended = records.runs.iter().filter(|run| run.held.end == end);
@@ -196,18 +216,58 @@ fn ticks(campaign: Campaign, records: &Records) -> Checked {
             of(End::Killed),
         );
     }
+    if campaign == Campaign::Schedules {
+        let asked = records.counts.get("triggered").copied().unwrap_or_default();
+        println!(
+            "{} runs failed, and {retried} were retried; {triggered} ticks of {asked} that were asked for; \
+             with two expressions {passed_over} ticks of {expected} were passed over",
+            of(End::Failed)
+        );
+        // The last one of each schedule may be on its way, and a process may be killed before it counts.
+        if triggered == 0 || retried == 0 || (asked as usize) > triggered + schedules.len() {
+            return Err("runs that were asked for, or retries, are missing".into());
+        }
+    }
     Ok(())
+}
+
+/// Counts the retries of a schedule, whose runs are in order. Each failed tick runs again, unless it
+/// has failed too often.
+fn retries(name: &str, runs: &[&Run]) -> Result<usize, Box<dyn Error>> {
+    let mut ticks: BTreeMap<i64, Vec<&Run>> = BTreeMap::new();
+    for run in runs {
+        ticks.entry(run.tick).or_default().push(run);
+    }
+    // The last tick may be about to be run again.
+    ticks.pop_last();
+    let mut retried = 0;
+    for runs in ticks.values() {
+        let failed = || runs.iter().filter(|run| run.held.end == End::Failed);
+        // A process may be killed before it has stored that its run has failed.
+        let stored = failed().filter(|run| !run.was_killed).count();
+        let is_over = match runs.last().map(|run| run.held.end) {
+            Some(End::Failed) => failed().count() > usize::from(RETRIES),
+            end => end == Some(End::Done),
+        };
+        if !is_over || stored > usize::from(RETRIES) + 1 {
+            return Err(format!("{name}: wrongly retried: {runs:?}").into());
+        }
+        retried += failed().count()
+            - usize::from(runs.last().is_some_and(|run| run.held.end == End::Failed));
+    }
+    Ok(retried)
 }
 
 /// Fails if `next` must not follow `run`. A gap in the tokens is a run that was killed before it
 /// wrote its first line.
-fn follows(campaign: Campaign, run: &Run, next: &Run) -> Result<(), &'static str> {
+fn follows(campaign: Campaign, kind: Kind, run: &Run, next: &Run) -> Result<(), &'static str> {
     let between = next.held.token - run.held.token - 1;
     let attempts = i64::from(next.attempt - run.attempt);
-    if next.tick < run.tick {
+    // A triggered run comes before missed ticks.
+    if next.tick < run.tick && kind != Kind::Hanging {
         return Err("an earlier tick ran later");
     }
-    if next.tick > run.tick {
+    if next.tick != run.tick {
         let is_right = next.attempt >= 1 && i64::from(next.attempt) <= 1 + between;
         return if is_right {
             Ok(())
@@ -217,7 +277,7 @@ fn follows(campaign: Campaign, run: &Run, next: &Run) -> Result<(), &'static str
     }
     let is_right = match run.held.end {
         // The end was not stored, so it counts as a crash.
-        End::Done | End::Killed => attempts >= 1,
+        End::Done | End::Failed | End::Killed => attempts >= 1,
         End::Left | End::Lost => attempts >= 0,
     };
     if !is_right || attempts > 1 + between {

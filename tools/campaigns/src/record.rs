@@ -49,6 +49,8 @@ pub(crate) struct Held {
 pub(crate) enum End {
     /// The work was done.
     Done,
+    /// The work returned an error.
+    Failed,
     /// It was given up before the work was done.
     Left,
     /// It was not renewed in time, or somebody else ended it.
@@ -144,6 +146,7 @@ pub(crate) fn read_all(directory: &Path, faults: &Faults) -> Result<Records, Box
                     let entered = open.remove(id).ok_or("`leave` without `enter`")?;
                     let end = match outcome {
                         "done" => End::Done,
+                        "failed" => End::Failed,
                         "lost" => End::Lost,
                         _ => End::Left,
                     };

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
-use diesel_interlock::schedule::{CatchUp, every};
+use diesel_interlock::schedule::{CatchUp, Schedule, every};
 use diesel_interlock::{Admission, Attempt, Check, Decision, Error as LockError, Quota, Stop};
 
 use crate::record::{Recorder, now};
@@ -23,6 +23,31 @@ pub(crate) const EVERY: Duration = Duration::from_millis(50);
 pub(crate) const QUOTA: Quota = Quota::new(20, Duration::from_millis(500)).burst(5);
 pub(crate) const ATTEMPTS: u16 = 1000;
 const CATCH_UP: CatchUp = CatchUp::All(1000);
+/// How often a tick is retried whose work fails.
+pub(crate) const RETRIES: u16 = 3;
+
+/// What happens to a schedule of the campaign of schedules, besides kills, by its number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Plain,
+    /// Some runs fail, and are retried.
+    Failing,
+    /// Some runs hang until they are too long, and some are asked for.
+    Hanging,
+    /// The blocking and the asynchronous half have ticks of their own, as if a deployment lasted.
+    Edited,
+}
+
+impl Kind {
+    pub(crate) const fn of(campaign: Campaign, job: usize) -> Self {
+        match (campaign, job % 4) {
+            (Campaign::Schedules, 1) => Self::Failing,
+            (Campaign::Schedules, 2) => Self::Hanging,
+            (Campaign::Schedules, 3) => Self::Edited,
+            _ => Self::Plain,
+        }
+    }
+}
 
 /// Written by the work under transaction locks, fences and `Once`.
 pub(crate) const TABLES: &str =
@@ -188,6 +213,55 @@ struct Worker {
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 impl Worker {
+    fn schedule<P: diesel_interlock::Pool>(&self) -> Schedule<P> {
+        let timeout = self.campaign.timeout();
+        let schedule = Schedule::named("schedule")
+            .key(self.job)
+            .after_crash(timeout, ATTEMPTS)
+            .catch_up(CATCH_UP);
+        match self.kind() {
+            Kind::Failing => schedule.retry(RETRIES, Duration::from_millis(50)),
+            Kind::Hanging => schedule.longest(timeout),
+            Kind::Plain | Kind::Edited => schedule,
+        }
+    }
+
+    const fn kind(&self) -> Kind {
+        Kind::of(self.campaign, self.job)
+    }
+
+    /// Ticks of one half, which differ from those of the other one if the expression was edited.
+    fn ticks(
+        &self,
+        is_async: bool,
+    ) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync + 'static {
+        let period = self.campaign.tick();
+        let is_moved = is_async && self.kind() == Kind::Edited;
+        let offset = if is_moved { period / 2 } else { Duration::ZERO };
+        let next = every(period);
+        move |after| Some(next(after - offset)? + offset)
+    }
+
+    fn fails(&self) -> bool {
+        self.kind() == Kind::Failing && fastrand::u8(..3) == 0
+    }
+
+    fn hangs(&self) -> bool {
+        self.kind() == Kind::Hanging && fastrand::u8(..20) == 0
+    }
+
+    fn triggers(&self) -> bool {
+        self.kind() == Kind::Hanging && fastrand::u8(..10) == 0
+    }
+
+    fn note_trigger(&self, triggered: Result<bool, LockError>) {
+        match triggered {
+            Ok(true) => self.count("triggered"),
+            Ok(false) => {}
+            Err(error) => self.note_error("trigger", &error),
+        }
+    }
+
     fn is_over(&self) -> bool {
         self.is_over.load(Ordering::Relaxed)
     }
@@ -454,7 +528,8 @@ struct Holding<'a> {
     worker: &'a Worker,
     id: u64,
     is_lost: &'a (dyn Fn() -> bool + Sync),
-    is_done: bool,
+    /// Unless it was lost.
+    outcome: &'static str,
 }
 
 impl<'a> Holding<'a> {
@@ -472,17 +547,17 @@ impl<'a> Holding<'a> {
             worker,
             id,
             is_lost,
-            is_done: false,
+            outcome: "left",
         }
     }
 }
 
 impl Drop for Holding<'_> {
     fn drop(&mut self) {
-        let outcome = match (self.is_lost)() {
-            true => "lost",
-            false if self.is_done => "done",
-            false => "left",
+        let outcome = if (self.is_lost)() {
+            "lost"
+        } else {
+            self.outcome
         };
         self.worker.note_end(self.id, outcome);
     }
@@ -501,7 +576,7 @@ fn booking() -> (String, String) {
 mod in_threads {
     use diesel::Connection;
     use diesel::connection::SimpleConnection;
-    use diesel_interlock::{AdvisoryLock, Done, Fence, Leader, LockKey, Once, PgPool, Schedule};
+    use diesel_interlock::{AdvisoryLock, Done, Fence, Leader, LockKey, Once, PgPool};
 
     use super::*;
 
@@ -560,22 +635,26 @@ mod in_threads {
     }
 
     pub(super) fn run_ticks(pool: &PgPool, worker: &Worker) {
-        let schedule = Schedule::named("schedule")
-            .key(worker.job)
-            .after_crash(worker.campaign.timeout(), ATTEMPTS)
-            .catch_up(CATCH_UP);
+        let schedule = worker.schedule::<PgPool>();
         let name = format!("schedule {}", worker.job);
-        let ticks = every(worker.campaign.tick());
-        let ran = schedule.run(pool, &worker.stop, ticks, |tick| {
+        let ran = schedule.run(pool, &worker.stop, worker.ticks(false), |tick| {
             let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
             let is_lost = || tick.is_lost();
             let mut holding = Holding::new(worker, &name, tick.fencing_token(), &more, &is_lost);
+            if worker.triggers() {
+                worker.note_trigger(schedule.trigger(pool));
+            }
+            let hangs = worker.hangs();
             let end = Instant::now() + Duration::from_millis(fastrand::u64(0..50));
-            while !tick.is_lost() && Instant::now() < end {
+            while !tick.is_lost() && (hangs || Instant::now() < end) {
                 thread::sleep(Duration::from_millis(1));
             }
-            holding.is_done = true;
-            Ok::<_, LockError>(())
+            holding.outcome = if worker.fails() { "failed" } else { "done" };
+            if holding.outcome == "failed" {
+                Err("no luck")
+            } else {
+                Ok(())
+            }
         });
         ran.expect("a loop survives any outage");
     }
@@ -602,7 +681,6 @@ mod in_tasks {
     use diesel_interlock::fence::Fence;
     use diesel_interlock::leader::Leader;
     use diesel_interlock::once::{Done, Once};
-    use diesel_interlock::schedule::Schedule;
     use diesel_interlock::{Async, LockKey, Pool};
     use tokio::time::{sleep, timeout};
 
@@ -677,19 +755,25 @@ mod in_tasks {
     }
 
     pub(super) fn run_ticks<P: Pool<Mode = Async>>(pool: &P, worker: &Worker) {
-        let schedule = Schedule::<P>::named("schedule")
-            .key(worker.job)
-            .after_crash(worker.campaign.timeout(), ATTEMPTS)
-            .catch_up(CATCH_UP);
+        let schedule = &worker.schedule::<P>();
         let name = &format!("schedule {}", worker.job);
-        let ticks = every(worker.campaign.tick());
-        let run = schedule.run(pool, ticks, |tick| async move {
+        let run = schedule.run(pool, worker.ticks(true), |tick| async move {
             let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
             let is_lost = || tick.is_lost();
             let mut holding = Holding::new(worker, name, tick.fencing_token(), &more, &is_lost);
+            if worker.triggers() {
+                worker.note_trigger(schedule.trigger(pool).await);
+            }
+            if worker.hangs() {
+                std::future::pending::<()>().await;
+            }
             sleep(Duration::from_millis(fastrand::u64(0..50))).await;
-            holding.is_done = true;
-            Ok::<_, LockError>(())
+            holding.outcome = if worker.fails() { "failed" } else { "done" };
+            if holding.outcome == "failed" {
+                Err("no luck")
+            } else {
+                Ok(())
+            }
         });
         let limit = worker.campaign.timeout().mul_f64(fastrand::f64() * 4.0);
         if let Ok(Err(error)) = workbench::block_on(async { timeout(limit, run).await }) {

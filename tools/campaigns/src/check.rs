@@ -220,7 +220,7 @@ fn ticks(campaign: Campaign, records: &Records) -> Checked {
         let asked = records.counts.get("triggered").copied().unwrap_or_default();
         println!(
             "{} runs failed, and {retried} were retried; {triggered} ticks of {asked} that were asked for; \
-             with two expressions {passed_over} ticks of {expected} were passed over",
+             with two expressions {passed_over} ticks of {expected} had no instance, or were passed over",
             of(End::Failed)
         );
         // The last one of each schedule may be on its way, and a process may be killed before it counts.

@@ -28,12 +28,18 @@ impl Completions {
     }
 }
 
-/// The page of the program, and then those of its commands.
+/// The program, and then its commands, all on one page.
 pub(crate) fn man() -> Result<i32, Failure> {
     let mut command = Arguments::command();
     command.build();
     let mut text = Vec::new();
-    clap_mangen::Man::new(command.clone()).render(&mut text)?;
+    let man = clap_mangen::Man::new(command.clone());
+    man.render_title(&mut text)?;
+    man.render_name_section(&mut text)?;
+    man.render_synopsis_section(&mut text)?;
+    man.render_description_section(&mut text)?;
+    man.render_options_section(&mut text)?;
+    man.render_extra_section(&mut text)?;
     for subcommand in command.get_subcommands().filter(|it| !it.is_hide_set()) {
         let name = subcommand.get_name();
         let long = format!("interlock {name}");

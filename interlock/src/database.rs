@@ -46,13 +46,25 @@ pub(crate) const LOCKS: &str = "
     WHERE l.locktype = 'advisory' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
     ORDER BY 1, l.granted DESC, l.pid";
 
-/// `DATABASE_URL`, with a name for this program and a limit for connecting where it has none.
+/// The variables of libpq that say which database to use, if there is no `DATABASE_URL`.
+const VARIABLES: [&str; 6] = [
+    "PGHOST",
+    "PGHOSTADDR",
+    "PGPORT",
+    "PGDATABASE",
+    "PGUSER",
+    "PGSERVICE",
+];
+
+/// `DATABASE_URL`, or nothing if libpq has variables of its own, with a name for this program and a
+/// limit for connecting where it has none.
 pub(crate) fn url(purpose: &str) -> Result<String, Failure> {
     let url = env::var("DATABASE_URL").unwrap_or_default();
     let mut url = url.trim().to_owned();
-    if url.is_empty() {
-        let message =
-            "set the environment variable DATABASE_URL, for example to postgres://app@db/app";
+    let is_set = |name: &&str| env::var_os(name).is_some_and(|value| !value.is_empty());
+    if url.is_empty() && !VARIABLES.iter().any(is_set) {
+        let message = "set the environment variable DATABASE_URL, for example to \
+            postgres://app@db/app, or the variables of libpq, such as PGHOST or PGSERVICE";
         return Err(Failure::new(Failure::SET_UP, message));
     }
     // PostgreSQL would cut it by itself, and say so each time.

@@ -422,6 +422,6 @@ impl Report {
             } = line;
             json!({"level": level, "found": found, "why": why, "sql": sql, "shell": shell})
         };
-        Value::from_iter(self.lines().iter().map(of)).to_string() + "\n"
+        ps::json(&Value::from_iter(self.lines().iter().map(of)))
     }
 }

@@ -17,6 +17,9 @@ use crate::{Failure, database, holders, ps, say};
 /// also how often a session lock is checked.
 pub(crate) const PIECE: Duration = Duration::from_secs(1);
 
+/// A wait as long as this is explained.
+pub(crate) const WORTH_SAYING: Duration = Duration::from_secs(5);
+
 /// How long a connection is waited for at a time.
 const LONGEST: Duration = Duration::from_secs(10);
 
@@ -26,6 +29,8 @@ pub(crate) enum News {
     Connected,
     /// It is held, with this fencing token. Told again whenever that was seen.
     Held(Option<i64>),
+    /// It is waited for. Who holds it, as far as that is known.
+    Waits(Vec<String>),
     /// It was busy until the end of the wait. Who holds it, as far as that is known.
     Busy(Vec<String>),
     Failed(Failure),
@@ -39,7 +44,7 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
     let began = Instant::now();
     let held = connected(url, wait).and_then(|sessions| {
         tell(News::Connected);
-        let Some(mut held) = take(of, &sessions, began, wait, end)? else {
+        let Some(mut held) = take(of, url, &sessions, began, wait, end, &tell)? else {
             return Ok(Err(of.holders(&sessions.pool)));
         };
         let token = held.token().map_err(|error| {
@@ -83,34 +88,27 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
 
 /// A database that cannot be reached is said at once, and may be there before the wait is over.
 fn connected(url: &str, wait: Duration) -> Result<Sessions, Failure> {
-    let is_there = match database::connect(url) {
+    match database::connect(url) {
         Err(failure) if failure.status == Failure::UNAVAILABLE && !wait.is_zero() => {
             say!("{failure}");
             say!("trying again until the wait is over");
-            false
         }
-        connected => {
-            drop(connected?);
-            true
-        }
-    };
-    let sessions = database::sessions(url)?;
-    if is_there {
-        // On a slow network to connect takes longer than a piece of the wait, and is no part of it.
-        drop(sessions.pool.get());
+        connected => drop(connected?),
     }
-    Ok(sessions)
+    database::sessions(url)
 }
 
 /// Waits piece by piece. A database that is away for a moment does not end a wait.
 fn take(
     of: &Of,
+    url: &str,
     sessions: &Sessions,
     began: Instant,
     wait: Duration,
     end: &Receiver<()>,
+    tell: &impl Fn(News),
 ) -> Result<Option<Held>, Failure> {
-    let (mut was_busy, mut is_checked) = (false, false);
+    let (mut was_busy, mut is_checked, mut is_explained) = (false, false, false);
     loop {
         let rest = wait.saturating_sub(began.elapsed());
         if end.try_recv() == Err(TryRecvError::Disconnected) {
@@ -118,19 +116,26 @@ fn take(
         }
         let is_last = rest <= PIECE;
         // The pool by itself would wait for longer than the rest.
-        let taken = sessions
-            .get(rest.clamp(PIECE, LONGEST))
-            .and_then(|session| {
-                drop(session);
-                if !is_checked {
-                    of.check(sessions)?;
-                    is_checked = true;
-                }
-                Ok(of.take(&sessions.pool, rest.min(PIECE))?)
-            });
+        let mut attempt = || -> Result<_, Failure> {
+            if !is_checked {
+                of.check(url, sessions)?;
+                is_checked = true;
+                // On a slow network to connect takes longer than a piece, and is no part of the wait.
+                drop(sessions.pool.get());
+            }
+            drop(sessions.get(rest.clamp(PIECE, LONGEST))?);
+            Ok(of.take(&sessions.pool, rest.min(PIECE))?)
+        };
+        let taken = attempt();
         let is_away = matches!(&taken, Err(failure) if failure.status == Failure::UNAVAILABLE);
         match taken {
-            Ok(None) if !is_last => was_busy = true,
+            Ok(None) if !is_last => {
+                was_busy = true;
+                if !is_explained && began.elapsed() >= WORTH_SAYING {
+                    is_explained = true;
+                    tell(News::Waits(of.holders(&sessions.pool)));
+                }
+            }
             Err(_) if is_away && is_last && was_busy => return Ok(None),
             Err(failure) if is_away && !is_last => {
                 if was_busy {
@@ -178,14 +183,17 @@ impl Of {
 
     /// Behind a pooler in transaction mode a session lock excludes nobody, and stays when its
     /// holder has gone. Otherwise the sessions are this program's own. A permit needs the schema.
-    fn check(&self, sessions: &Sessions) -> Result<(), Failure> {
+    fn check(&self, url: &str, sessions: &Sessions) -> Result<(), Failure> {
         if let Self::Permit(..) = self {
             let mut conn = sessions.get(LONGEST)?;
             return Schema::of(&mut conn)?.require();
         }
-        match check_exclusion(&sessions.pool) {
+        // In a pool of its own, because only the check needs two sessions, and a wait may be long.
+        let two = database::sessions(url)?;
+        drop(two.get(LONGEST)?);
+        match check_exclusion(&two.pool) {
             Err(error @ (Error::Pool(_) | Error::TimedOut))
-                if sessions.pool.state().connections == 1 =>
+                if two.pool.state().connections == 1 =>
             {
                 say!(
                     "it was not checked whether a pooler is in between, because that needs a \
@@ -194,6 +202,7 @@ impl Of {
             }
             checked => checked?,
         }
+        drop(two);
         Ok(sessions.make_own()?)
     }
 
@@ -204,6 +213,21 @@ impl Of {
             Self::Permit(_, service) => holders::of_slots(&mut conn, service),
         });
         holders.and_then(Result::ok).unwrap_or_default()
+    }
+
+    /// Why nothing is heard of the database, as another session sees it.
+    pub(crate) fn silence(url: &str) -> Option<String> {
+        const WAITS: &str = "
+            SELECT current_setting('synchronous_standby_names') AS names FROM pg_stat_activity
+            WHERE wait_event = 'SyncRep' AND usename = current_user AND
+                application_name = current_setting('application_name')";
+        let mut conn = database::connect(url).ok()?;
+        let waits = database::rows(&mut conn, WAITS).ok()?;
+        let names = waits.first()?["names"].as_str()?;
+        Some(format!(
+            "its commit waits for a synchronous standby (synchronous_standby_names = '{names}'): see \
+                `interlock doctor`"
+        ))
     }
 
     /// What is said if it is lost.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use diesel::pg::PgConnection;
 use diesel_interlock::{Error, PgPool, migrations};
+use serde_json::Value;
 
 use crate::database::{self, LOCKS, Schema, in_time, rows};
 use crate::doctor::objects;
@@ -58,6 +59,7 @@ impl Install {
             Vec::new()
         };
         let is_new = !is_whole || !repaired.is_empty();
+        let base_before = base(&mut conn);
         if is_new {
             free(&mut conn, self.wait)?;
         }
@@ -71,7 +73,9 @@ impl Install {
                 repaired.join(", ")
             ));
         }
-        if self.restored || is_copy {
+        // A copy may show itself only to what sets the base.
+        let is_base_new = base_before.is_some_and(|it| base(&mut conn) != Some(it));
+        if self.restored || is_copy || is_base_new {
             done.push("fencing tokens continue above all that are known".to_owned());
         }
         if done.is_empty() {
@@ -96,6 +100,12 @@ fn claim(conn: &mut PgConnection) -> Result<(), Failure> {
         Schema::Foreign { .. } => schema.require(),
         _ => Ok(()),
     }
+}
+
+/// Where fencing tokens are counted from, if that is known.
+fn base(conn: &mut PgConnection) -> Option<Value> {
+    const BASE: &str = "SELECT identity, base FROM resource_control.token_base";
+    rows(conn, BASE).ok()?.pop()
 }
 
 /// Waits until nobody has the lock of the migrations, because the migrations themselves wait for it

@@ -8,7 +8,7 @@ use clap::Args;
 use diesel::pg::PgConnection;
 use serde_json::Value;
 
-use crate::database::{self, LOCKS, Schema, changed, in_time, rows_with};
+use crate::database::{self, LOCKS, SILENCE, Schema, changed, in_time, rows_with};
 use crate::{Failure, ps, say};
 
 #[derive(Debug, Args)]
@@ -227,7 +227,8 @@ impl Kill {
                         true,
                     )
                 }
-                Ok(_) if is_seen => (
+                // The session had left, but not yet its locks, when it was shown, or has since.
+                Ok(_) if is_seen || holder["role"].is_null() || !is_there(&mut conn, pid)? => (
                     format!("session {pid} no longer held {what}, so it was not ended"),
                     false,
                 ),
@@ -242,7 +243,7 @@ impl Kill {
             say!("{why}");
             stays |= is_left;
         }
-        let end = Instant::now() + Duration::from_secs(5);
+        let end = Instant::now() + SILENCE;
         let mut left = if self.is_of_row() {
             Vec::new()
         } else {
@@ -258,8 +259,9 @@ impl Kill {
         }
         for holder in &left {
             say!(
-                "session {} has not ended within five seconds, and still holds {what}",
-                holder["pid"]
+                "session {} has not ended within {} seconds, and still holds {what}",
+                holder["pid"],
+                SILENCE.as_secs()
             );
         }
         stays |= !left.is_empty();
@@ -268,6 +270,12 @@ impl Kill {
         let has_ended = !told.is_empty();
         Ok((stays || !has_ended).into())
     }
+}
+
+fn is_there(conn: &mut PgConnection, pid: &Value) -> Result<bool, Failure> {
+    const THERE: &str = "SELECT pid FROM pg_stat_activity WHERE pid = $1::text::integer";
+    let there = in_time(|| rows_with(conn, THERE, &pid.to_string()))?;
+    Ok(!there.is_empty())
 }
 
 /// As a shell reads it.

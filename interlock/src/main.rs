@@ -19,7 +19,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 use std::{env, fmt, io, process, thread};
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ErrorKind};
 use clap::{Parser, Subcommand};
 use diesel_interlock::Error;
 
@@ -45,7 +45,9 @@ fn say_within_a_second(what: String) {
 }
 
 const STATUSES: &str = "\
-The environment variable DATABASE_URL says which database to use.
+The environment variable DATABASE_URL says which database to use: a URL, or keywords and values
+of libpq. Without it, the variables of libpq do: PGHOST, PGPORT, PGDATABASE, PGUSER, PGSERVICE, ...
+postgres:// alone stands for libpq's defaults.
 
 Exit status (`run` otherwise returns the status of the command):
   0        done; `doctor`: no check has failed
@@ -115,6 +117,9 @@ fn main() {
             );
             process::exit(0);
         }
+        // Its advice to put an unknown option behind `--` would make it the command of `run`.
+        let mut error = error;
+        error.remove(ContextKind::Suggested);
         error.exit()
     });
     let done = match arguments.command {
@@ -192,7 +197,9 @@ impl From<Error> for Failure {
 }
 
 fn unreachable(cause: &dyn fmt::Display) -> String {
-    format!("the database of DATABASE_URL cannot be reached: {cause}")
+    let is_set = env::var("DATABASE_URL").is_ok_and(|url| !url.trim().is_empty());
+    let of = if is_set { " of DATABASE_URL" } else { "" };
+    format!("the database{of} cannot be reached: {cause}")
 }
 
 impl From<diesel::result::Error> for Failure {

@@ -1,5 +1,6 @@
 //! `interlock ps`: who holds, who waits, who leads, what runs.
 
+use std::env;
 use std::fmt::Write as _;
 use std::io::{self, Write};
 use std::ops::RangeInclusive;
@@ -33,7 +34,8 @@ pub(crate) const VIEWS: [(&str, &str, &[&str]); 3] = [
         "SELECT service, slot, id, created_at AS since, expires_at AS until, details,
                 date_part('epoch', clock_timestamp() - created_at)::bigint AS age,
                 date_part('epoch', expires_at - clock_timestamp())::bigint AS expires
-            FROM resource_control.slot_in_flight ORDER BY service, slot",
+            FROM resource_control.slot_in_flight WHERE NOT starts_with(service, 'leader ')
+            ORDER BY service, slot",
         &["service", "slot", "id", "details", "age", "expires"],
     ),
     (
@@ -70,8 +72,14 @@ pub(crate) const OF_LOCK: &[&str] = &[
     "blocked_by",
 ];
 
-/// How wide a table is without `--wide`.
+/// How wide a table is without `--wide` at most.
 const WIDTH: usize = 100;
+
+/// `watch` says in `COLUMNS` how wide its terminal is, and cuts what is wider.
+fn limit() -> usize {
+    let columns = env::var("COLUMNS").ok().and_then(|text| text.parse().ok());
+    columns.map_or(WIDTH, |columns: usize| columns.min(WIDTH))
+}
 
 /// How much of a name is shown without `--wide`.
 const LONGEST_NAME: usize = 40;
@@ -110,7 +118,7 @@ impl Ps {
             Ok::<_, Failure>(all)
         })?;
         if self.json {
-            text = Value::Object(all).to_string() + "\n";
+            text = json(&Value::Object(all));
         } else {
             let mut tables = String::new();
             for (kind, rows) in &all {
@@ -180,7 +188,8 @@ pub(crate) fn table(kind: &str, rows: &[Value], columns: Option<&[&str]>) -> Str
         ]
         .contains(name)
     };
-    while columns.is_some() && widths.iter().map(|width| width + 2).sum::<usize>() > WIDTH {
+    let limit = limit();
+    while columns.is_some() && widths.iter().map(|width| width + 2).sum::<usize>() > limit {
         let mut texts: Vec<_> = (0..shown.len()).filter(|&i| is_cut(&shown[i])).collect();
         texts.sort_by_key(|&i| widths[i]);
         match texts.last() {
@@ -251,10 +260,61 @@ pub(crate) fn plain(text: &str) -> String {
         )
 }
 
-/// What changes the direction of a text, or has no width.
-const INVISIBLE: [RangeInclusive<char>; 4] = [
+/// A line of JSON that moves no cursor either.
+pub(crate) fn json(value: &Value) -> String {
+    let mut line = String::new();
+    // Only strings have such characters.
+    for c in value.to_string().chars() {
+        if c.is_control() || INVISIBLE.iter().any(|it| it.contains(&c)) {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                let _ = write!(line, "\\u{unit:04x}");
+            }
+        } else {
+            line.push(c);
+        }
+    }
+    line + "\n"
+}
+
+/// What changes the direction of a text, or is not seen.
+const INVISIBLE: [RangeInclusive<char>; 14] = [
+    '\u{ad}'..='\u{ad}',
+    '\u{34f}'..='\u{34f}',
+    '\u{61c}'..='\u{61c}',
+    '\u{115f}'..='\u{1160}',
+    '\u{17b4}'..='\u{17b5}',
+    '\u{180b}'..='\u{180f}',
     '\u{200b}'..='\u{200f}',
-    '\u{202a}'..='\u{202e}',
-    '\u{2066}'..='\u{2069}',
+    '\u{2028}'..='\u{202e}',
+    '\u{2060}'..='\u{206f}',
+    '\u{3164}'..='\u{3164}',
     '\u{feff}'..='\u{feff}',
+    '\u{ffa0}'..='\u{ffa0}',
+    '\u{fff9}'..='\u{fffb}',
+    '\u{e0000}'..='\u{e0fff}',
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_seen_is_shown_and_json_escapes_it() {
+        for c in [
+            '\u{61c}',
+            '\u{ad}',
+            '\u{180e}',
+            '\u{2060}',
+            '\u{3164}',
+            '\u{e0041}',
+            '\u{9b}',
+        ] {
+            assert_eq!(plain(&format!("a{c}b")), "a?b", "{c:?}");
+            let text = Value::from(format!("a{c}b"));
+            let line = json(&text);
+            assert!(line.trim_end().is_ascii(), "{line:?}");
+            assert_eq!(serde_json::from_str::<Value>(&line).unwrap(), text);
+        }
+        assert_eq!(plain("Zürich 東京 \u{1f600}"), "Zürich 東京 \u{1f600}");
+    }
+}

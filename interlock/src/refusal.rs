@@ -10,6 +10,12 @@ use crate::{Failure, unreachable};
 /// and `{host}` are what the text names.
 const REFUSALS: &[(&str, bool, &str)] = &[
     (
+        "GSSAPI",
+        true,
+        "take gssencmode out of DATABASE_URL and PGGSSENCMODE: this program, or the server, has no \
+            Kerberos; use sslmode=verify-full instead",
+    ),
+    (
         "not compiled in",
         true,
         "this program was built with a libpq without TLS: `cargo install --path interlock` builds one \
@@ -22,11 +28,34 @@ const REFUSALS: &[(&str, bool, &str)] = &[
             sslmode out of DATABASE_URL",
     ),
     (
+        "private key file",
+        true,
+        "the file of sslkey must belong to this user, and nobody else may read it: chmod 600",
+    ),
+    (
+        "requires a valid client certificate",
+        true,
+        "give libpq the client's own certificate and key: sslcert=/path/to/client.crt and \
+            sslkey=/path/to/client.key, signed by the authority that the server trusts \
+            (ssl_ca_file), with the role as its common name",
+    ),
+    (
         "certificate",
         true,
         "give libpq the certificate of the authority that has signed the server's: \
             sslrootcert=/path/to/ca.pem, or sslrootcert=system; \
          and with sslmode=verify-full the host name must be that of the certificate",
+    ),
+    (
+        "authentication method requirement",
+        true,
+        "correct require_auth in DATABASE_URL or PGREQUIREAUTH: the server asks for another method",
+    ),
+    (
+        "idle-in-transaction timeout",
+        true,
+        "ALTER ROLE {role} SET idle_in_transaction_session_timeout = '1min'; -- it is shorter than a \
+            round trip",
     ),
     (
         "no password supplied",
@@ -294,6 +323,10 @@ mod tests {
                 69,
             ),
             ("could not translate host name \"db\" to address", 69),
+            (
+                &(server.to_owned() + "private key file \"k\" has group or world access"),
+                78,
+            ),
         ] {
             let failure = failure(text, url);
             assert_eq!(failure.status, status, "{text}");
@@ -339,6 +372,29 @@ mod tests {
         let both = "; FATAL:  password authentication failed for user \"app\"";
         assert!(entry("10.0.0.2", both).starts_with("put the right password"));
         for (text, word) in [
+            (
+                "gssencmode value \"require\" invalid when GSSAPI support is not compiled in",
+                "gssencmode",
+            ),
+            (
+                "connection to server at \"db\", port 5432 failed: FATAL:  connection requires a \
+                    valid client certificate",
+                "sslkey",
+            ),
+            (
+                "connection to server at \"db\", port 5432 failed: private key file \"k\" has group \
+                    or world access; file must have permissions u=rw (0600) or less",
+                "chmod 600",
+            ),
+            (
+                "connection to server at \"db\", port 5432 failed: authentication method \
+                    requirement \"none\" failed: server requested SCRAM-SHA-256 authentication",
+                "require_auth",
+            ),
+            (
+                "FATAL:  terminating connection due to idle-in-transaction timeout",
+                "idle_in_transaction_session_timeout",
+            ),
             ("FATAL:  out of shared memory", "max_locks_per_transaction"),
             ("session is read-only", "the primary"),
             ("server is in hot standby mode", "the primary"),

@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::WaitStatus;
 
 use crate::database::SILENCE;
-use crate::hold::{News, Of, PIECE, hold};
+use crate::hold::{News, Of, PIECE, WORTH_SAYING, hold};
 use crate::job::{self, Job};
 use crate::{Failure, database, duration, ps, say};
 
@@ -55,6 +55,8 @@ enum Event {
     Signal(Signal),
     Command(nix::Result<WaitStatus>),
     Holder(News),
+    /// Why the holder hears nothing of the database.
+    Silence(String),
 }
 
 impl Run {
@@ -83,25 +85,33 @@ impl Run {
             Some(lease) => Of::permit(name, self.slots, lease),
         };
         let lost = format!("{shown}: {}", of.lost());
+        let url_of_holder = url.clone();
         beside(move || {
-            hold(&of, &url, wait, &ended, |news| {
+            hold(&of, &url_of_holder, wait, &ended, |news| {
                 let _ = told.send(Event::Holder(news));
             });
         })?;
 
         let (patience, mut pieces) = (wait.saturating_add(SILENCE), Pieces::new());
-        let mut may_be_held = false;
+        let (mut may_be_held, mut is_explained) = (false, false);
         let token = loop {
             match pieces.next(&events)? {
                 Some(Event::Holder(News::Held(token))) => break token,
                 Some(Event::Holder(News::Connected)) => may_be_held = true,
                 Some(Event::Holder(News::Busy(holders))) => {
                     if !self.quiet {
-                        busy(&shown, &holders);
+                        busy(&shown, "is busy", &holders);
                     }
                     return Ok(self.conflict_exit_code.into());
                 }
                 Some(Event::Holder(News::Failed(failure))) => return Err(failure),
+                Some(Event::Holder(News::Waits(holders))) => {
+                    is_explained = true;
+                    if !self.quiet {
+                        busy(&shown, "waits", &holders);
+                    }
+                }
+                Some(Event::Silence(why)) => say!("{shown}: {why}"),
                 Some(Event::Signal(Signal::SIGTSTP)) => job::stop(),
                 Some(Event::Signal(signal)) if !job::is_ignored(signal) => {
                     // A permit may be on its way. It is released.
@@ -112,6 +122,16 @@ impl Run {
                     return Ok(128 + signal as i32);
                 }
                 None if pieces.silence >= patience => return Err(database::silent()),
+                // The holder would have explained itself by now.
+                None if !is_explained && pieces.silence >= WORTH_SAYING + PIECE => {
+                    is_explained = true;
+                    let (told, url) = (sender.clone(), url.clone());
+                    beside(move || {
+                        if let Some(why) = Of::silence(&url) {
+                            let _ = told.send(Event::Silence(why));
+                        }
+                    })?;
+                }
                 _ => {}
             }
         };
@@ -144,14 +164,14 @@ impl Run {
 }
 
 /// One line, however many share it.
-fn busy(name: &str, holders: &[String]) {
+fn busy(name: &str, does: &str, holders: &[String]) {
     let more = match holders.len() {
         0 | 1 => String::new(),
         all => format!(", and {} more", all - 1),
     };
     match holders.first() {
-        Some(first) => say!("{name} is busy: {first}{more}"),
-        None => say!("{name} is busy"),
+        Some(first) => say!("{name} {does}: {first}{more}"),
+        None => say!("{name} {does}"),
     }
 }
 

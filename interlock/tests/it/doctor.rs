@@ -392,7 +392,7 @@ fn times_of_a_clock_that_was_ahead_are_named_and_set_back() {
             "1 keys of rate limits were spent in the future, such as one of api",
         ),
         (
-            "schedule (name, tick) VALUES ('hourly', now() + interval '1 day')",
+            "schedule (name, tick, counted_from) VALUES ('hourly', now(), now() + interval '1 day')",
             "the schedule hourly has a tick of the future",
         ),
         (
@@ -829,6 +829,9 @@ fn a_copy_fails_until_its_owner_has_installed() {
     let failed = lines.iter().filter(|line| line["level"] == "fail");
     assert_eq!(failed.count(), 1, "{lines:#?}");
     remedied(of_app, url, "", "fail", "a copy of another one");
+    session.sql("UPDATE resource_control.token_base SET identity = ''");
+    let (_, text) = printed(&mut interlock(url, "install"));
+    assert!(text.contains("fencing tokens continue"), "{text}");
     let (status, lines) = found(url, "");
     assert_eq!(status, Some(0), "{lines:#?}");
 }

@@ -39,7 +39,7 @@ fn ps_shows_locks_without_the_schema_and_all_else_with_it() {
     eventually("it waits", || holder.locks(false) == 1);
 
     let all = json("");
-    assert_eq!(all["slots"].as_array().unwrap().len(), 2);
+    assert_eq!(all["slots"].as_array().unwrap().len(), 1);
     assert_eq!(all["leaders"][0]["holder"], "web-3");
     assert_eq!(all["schedules"][0]["state"], "new");
     let mut locks = all["locks"].as_array().unwrap().iter();
@@ -206,6 +206,44 @@ fn kill_says_why_a_lock_is_held_on() {
     let (status, text) = printed(&mut interlock(url, "kill y --slot 1 --yes"));
     assert_eq!(status, Some(78), "{text}");
     assert!(text.contains("interlock install"), "{text}");
+}
+
+#[test]
+fn operators_who_kill_at_once_are_told_what_happened() {
+    let database = Database::new();
+    for _ in 0..5 {
+        let mut holder = Session::of(&database);
+        holder.take("x");
+        let all = [(); 3].map(|()| Speaking::start(&mut interlock(&database.url(), "kill x -y")));
+        let told = all.map(|mut one| (one.status(), one.message()));
+        assert!(
+            told.iter().any(|(status, _)| *status == Some(0)),
+            "{told:?}"
+        );
+        let is_wrong = |(_, text): &(_, String)| text.contains("another role");
+        assert!(!told.iter().any(is_wrong), "{told:?}");
+        assert_eq!(Session::of(&database).locks(true), 0);
+    }
+}
+
+#[test]
+fn a_schema_is_as_good_where_strings_have_escapes() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    session.sql(&format!(
+        "ALTER DATABASE {} SET standard_conforming_strings = off",
+        database.name()
+    ));
+    let url = &database.url();
+    assert_eq!(printed(&mut interlock(url, "install")).0, Some(0));
+    session
+        .sql(r"SELECT resource_control.claim_service_request('leader a\ b', 1, '1 day', 'web-3')");
+    let (_, text) = printed(&mut interlock(url, "ps --json"));
+    let all: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(all["leaders"][0]["name"], "a b", "{all}");
+    let mut command = interlock(url, "kill --leader --yes");
+    let (status, text) = printed(command.arg("a b"));
+    assert_eq!(status, Some(0), "{text}");
 }
 
 #[test]
@@ -388,6 +426,13 @@ fn tables_fit_a_terminal_unless_they_are_to_be_wide() {
     );
     assert!(text.contains("-9223372036854775808"), "{text}");
     assert!(text.contains("  ?? ?nnn"), "{text}");
+    // As `watch` says how wide its terminal is.
+    let (_, narrow) = printed(interlock(&database.url(), "ps").env("COLUMNS", "96"));
+    assert!(
+        narrow.lines().all(|line| line.chars().count() <= 96),
+        "{narrow}"
+    );
+    assert!(narrow.contains("-9223372036854775808"), "{narrow}");
     let (_, wide) = printed(&mut interlock(&database.url(), "ps --wide"));
     for shown in [
         long,

@@ -536,3 +536,100 @@ fn under_nohup_a_hangup_does_nothing() {
     fs::write(&mark.0, "").unwrap();
     assert_eq!(running.status(), Some(4));
 }
+
+#[test]
+fn a_wait_is_explained_and_holds_one_session() {
+    let database = Database::new();
+    let url = &database.url();
+    let mut holder = Session::of(&database);
+    holder.take("x");
+    let mut waiting = Speaking::start(&mut run(url, "x --wait 10m", "true"));
+    let message = waiting.message();
+    let pid = format!("session {}", holder.pid());
+    assert!(message.contains("x waits: "), "{message}");
+    assert!(message.contains(&pid), "{message}");
+    let sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'interlock x'";
+    eventually("it keeps one session", || holder.number(sessions) == 1);
+    holder.release("x");
+    assert_eq!(waiting.status(), Some(0));
+}
+
+#[test]
+fn a_commit_that_waits_for_a_standby_is_explained() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    diesel_interlock::migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    let mut set = |names: &str| {
+        session.sql(&format!(
+            "ALTER SYSTEM SET synchronous_standby_names = '{names}'"
+        ));
+        session.sql("SELECT pg_reload_conf()");
+        let now = "SELECT current_setting('synchronous_standby_names')";
+        eventually("it is set", || session.text(now) == names);
+    };
+    set("ANY 1 (*)");
+    let mut waiting = Speaking::start(&mut run(&database.url(), "x --lease 1h --wait 10m", "true"));
+    let message = waiting.message();
+    assert!(
+        message.contains("waits for a synchronous standby"),
+        "{message}"
+    );
+    set("");
+    assert_eq!(waiting.status(), Some(0));
+}
+
+#[test]
+fn the_variables_of_libpq_say_which_database_to_use() {
+    let database = Database::new();
+    let url = database.url();
+    let (_, parameters) = url.split_once('?').unwrap();
+    let mut parameters: Vec<_> = parameters
+        .split('&')
+        .map(|one| one.split_once('=').unwrap())
+        .map(|(name, value)| (name, value.replace("%2F", "/").replace("%2f", "/")))
+        .collect();
+    parameters.push(("dbname", database.name().to_owned()));
+    let variables: Vec<_> = parameters
+        .iter()
+        .map(|(name, value)| match *name {
+            "dbname" => ("PGDATABASE".to_owned(), value),
+            name => (format!("PG{}", name.to_uppercase()), value),
+        })
+        .collect();
+    let mut looks = Session::of(&database);
+    looks.take("x");
+    let holds = |command: &mut std::process::Command| {
+        let (status, text) = printed(command);
+        assert_eq!(status, Some(0), "{text}");
+        assert!(text.contains(&id("x")), "{text}");
+    };
+    holds(
+        interlock("", "ps")
+            .env_remove("DATABASE_URL")
+            .envs(variables.clone()),
+    );
+    holds(interlock("postgres://", "ps").envs(variables.clone()));
+    let file = Mark::new("service");
+    let lines: Vec<_> = parameters
+        .iter()
+        .map(|(name, value)| format!("{name}={value}\n"))
+        .collect();
+    fs::write(&file.0, format!("[here]\n{}", lines.concat())).unwrap();
+    let mut by_service = interlock("", "ps");
+    by_service
+        .env("PGSERVICE", "here")
+        .env("PGSERVICEFILE", &file.0);
+    holds(&mut by_service);
+}
+
+#[test]
+fn an_unknown_option_is_not_advised_to_be_the_command() {
+    let (status, text) = printed(&mut interlock("", "run x --wat"));
+    assert_eq!(status, Some(2), "{text}");
+    assert!(text.contains("--wat"), "{text}");
+    assert!(!text.contains("-- --wat"), "{text}");
+    let (_, page) = printed(&mut interlock("", "man"));
+    assert!(page.contains("INTERLOCK RUN"), "{page}");
+    assert!(!page.contains(r"interlock\-run"), "{page}");
+}

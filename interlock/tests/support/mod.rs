@@ -4,7 +4,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
@@ -126,6 +126,38 @@ impl Running {
 }
 
 impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A program whose messages are read while it runs, and that is killed when the test ends.
+pub(crate) struct Speaking {
+    child: Child,
+    lines: BufReader<ChildStderr>,
+}
+
+impl Speaking {
+    pub(crate) fn start(command: &mut Command) -> Self {
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stderr.take().unwrap());
+        Self { child, lines }
+    }
+
+    /// The next message.
+    pub(crate) fn message(&mut self) -> String {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).unwrap();
+        line
+    }
+
+    pub(crate) fn status(&mut self) -> Option<i32> {
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Speaking {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -89,6 +89,13 @@ pub enum Error {
     )]
     TransactionEnded,
 
+    /// The key was used before for another request: its [fingerprint](crate::once::Once::fingerprint)
+    /// was another one. Reply 422, for example.
+    #[error(
+        "a key of \"{0}\" was used before for another request: each request needs a key of its own"
+    )]
+    OtherRequest(&'static str),
+
     /// A transaction lock or a fence was used outside a transaction, where it would protect
     /// nothing.
     #[error(
@@ -258,6 +265,13 @@ pub enum Error {
 }
 
 impl Error {
+    /// Returns whether a name, a key, a number or a duration is out of bounds.
+    ///
+    /// Where a client chooses a key, reply 400 to such an error.
+    pub const fn is_input(&self) -> bool {
+        matches!(self, Self::Input(_))
+    }
+
     /// Returns whether the database cannot be reached at the moment, or the pool is exhausted.
     ///
     /// Reply 503 to such an error, and retry later. Every other error is a mistake in the program

@@ -4,13 +4,15 @@
 // waits for. A dropped future stops waiting for this lock within a second, no row has to be updated
 // later, and no isolation level makes the wait fail.
 //
-// **The outcome is bytes**, because only the application can say whether a different request body
-// may come with the same key.
+// **The outcome is bytes**, because only the application can say what a client gets again. A
+// fingerprint is bytes for the same reason: only the application knows what tells two of its
+// requests apart.
 //
 // **The lock of a key is in the key space of pairs.** Clients choose the keys, and FNV-1a can be
 // inverted, but no named lock is a pair. So a client cannot choose a key that collides with a named
 // lock.
 
+mod doing;
 pub(crate) mod sql;
 
 use std::fmt;
@@ -34,6 +36,8 @@ use crate::session::now;
 use crate::session::{Session, classify, is_read_only};
 use crate::transaction::Own;
 
+pub use self::doing::{Begun, Doing};
+
 /// Does work once for each key, however often and on however many instances it is requested: for
 /// example a POST with an idempotency key.
 ///
@@ -44,18 +48,18 @@ use crate::transaction::Own;
 ///
 /// ```
 /// use diesel::prelude::*;
-/// use diesel_interlock::{Done, Once};
+/// use diesel_interlock::{Done, Error, Once};
 ///
 /// static CHARGE: Once = Once::named("charge");
 ///
-/// /// The reply to a POST, or `None` if the key was used before with another amount.
-/// fn charge(conn: &mut PgConnection, key: &str, cents: i32) -> QueryResult<Option<String>> {
-///     let done: QueryResult<Done> = CHARGE.key(key).run(conn, |conn| {
+/// /// The reply to a POST with this body.
+/// fn charge(conn: &mut PgConnection, key: &str, cents: i32) -> Result<String, Error> {
+///     let once = CHARGE.key(key).fingerprint(cents.to_string());
+///     let done: Result<Done, Error> = once.run(conn, |conn| {
 ///         let id = insert_charge(conn, cents)?;
 ///         Ok(format!("{cents} cents, number {id}"))
 ///     });
-///     let reply = String::from_utf8_lossy(done?.bytes()).into_owned();
-///     Ok(Some(reply).filter(|reply| reply.starts_with(&format!("{cents} cents"))))
+///     Ok(String::from_utf8_lossy(done?.bytes()).into_owned())
 /// }
 /// # diesel::table! { charge (id) { id -> Integer, cents -> Integer, } }
 /// # fn insert_charge(conn: &mut PgConnection, cents: i32) -> QueryResult<i32> {
@@ -69,7 +73,8 @@ use crate::transaction::Own;
 /// # diesel::sql_query(table).execute(conn)?;
 /// let first = charge(conn, "0191e9c8", 4200)?;
 /// assert_eq!(charge(conn, "0191e9c8", 4200)?, first); // and not charged again
-/// assert_eq!(charge(conn, "0191e9c8", 9900)?, None);
+/// let other = charge(conn, "0191e9c8", 9900);
+/// assert!(matches!(other, Err(Error::OtherRequest(_))));
 /// # assert_eq!(charge::table.count().get_result(conn), Ok(1));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -79,8 +84,8 @@ use crate::transaction::Own;
 /// back: pass the key on to those services, so that they can be idempotent, too.
 ///
 /// The bytes are yours to define: usually the reply. If a client might reuse a key for another
-/// request, add for example a hash of the request, so that you can refuse the other one. If clients
-/// choose the keys, put the client's identity into the key. A key is remembered until it is
+/// request, give the request to [`fingerprint`](Self::fingerprint), and the other one is refused.
+/// If clients choose the keys, put the client's identity into the key. A key is remembered until it is
 /// [pruned](crate::prune::once).
 ///
 /// # Transactions and waiting
@@ -99,8 +104,9 @@ use crate::transaction::Own;
 ///
 /// # Errors
 ///
-/// [`Error::Input`], [`Error::InsideTransaction`], [`Error::TransactionEnded`], [`Error::Standby`],
-/// [`Error::NotInstalled`] and [`Error::Database`]; and, if it must wait inside a test transaction
+/// [`Error::Input`], [`Error::OtherRequest`], [`Error::InsideTransaction`],
+/// [`Error::TransactionEnded`], [`Error::Standby`], [`Error::NotInstalled`] and
+/// [`Error::Database`]; and, if it must wait inside a test transaction
 /// at REPEATABLE READ, [`Error::RepeatableRead`]. If the connection was lost during the COMMIT,
 /// call again: the next call tells whether the work was done.
 #[must_use = "nothing is done until it is run"]
@@ -108,6 +114,7 @@ use crate::transaction::Own;
 pub struct Once<P: Pool> {
     name: &'static str,
     key: Option<String>,
+    request: Option<Vec<u8>>,
     pool: PhantomData<fn(&P)>,
 }
 
@@ -142,12 +149,25 @@ impl Done {
     }
 }
 
-/// A transaction that holds the lock, when the server began it, and the stored outcome if there is
-/// one.
+/// A transaction that holds the lock, and what it has found.
 struct Entered<'c, S: Session> {
     transaction: Own<'c, S>,
+    found: Found,
+}
+
+/// What a transaction that holds the lock has found.
+enum Found {
+    /// The work was done, with this outcome.
+    Done(Vec<u8>),
+    /// The work is to be done.
+    New(Mark),
+}
+
+/// What is stored with an outcome.
+struct Mark {
+    /// When the server began the transaction.
     began: PgTimestamp,
-    outcome: Option<Vec<u8>>,
+    fingerprint: Option<Vec<u8>>,
 }
 
 impl<P: Pool> Once<P> {
@@ -156,6 +176,7 @@ impl<P: Pool> Once<P> {
         Self {
             name,
             key: None,
+            request: None,
             pool: PhantomData,
         }
     }
@@ -167,6 +188,22 @@ impl<P: Pool> Once<P> {
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::show(key)),
+            request: self.request.clone(),
+            ..*self
+        }
+    }
+
+    /// Returns the work for one request, given by the bytes that tell it from other requests, such
+    /// as its body. A second call replaces the first bytes.
+    ///
+    /// The server stores their SHA-256 with the outcome. A later call with the same key and other
+    /// bytes is [`Error::OtherRequest`]. Nothing is compared if the key was stored without a
+    /// fingerprint, or if this call has none. The bytes are sent once, in the statement that takes
+    /// the lock, so there is no round trip more.
+    pub fn fingerprint(&self, request: impl Into<Vec<u8>>) -> Self {
+        Self {
+            key: self.key.clone(),
+            request: Some(request.into()),
             ..*self
         }
     }
@@ -180,16 +217,13 @@ impl<P: Pool> Once<P> {
         let Some((entered, took)) = self.enter(conn, waits).await? else {
             return Ok(Attempt::Busy);
         };
-        let Entered {
-            transaction,
-            began,
-            outcome,
-        } = entered;
-        let done = match outcome {
-            Some(outcome) => transaction.end(Ok(Done::Before(outcome))).await,
-            None => {
+        let Entered { transaction, found } = entered;
+        let done = match found {
+            Found::Done(outcome) => transaction.end(Ok(Done::Before(outcome))).await,
+            Found::New(mark) => {
                 let worked = work(transaction.conn).await;
-                self.finish(transaction, began, worked).await
+                let done = self.finish(transaction, mark, worked).await;
+                done.map(Done::First)
             }
         };
         let outcome = match &done {
@@ -232,11 +266,7 @@ impl<P: Pool> Once<P> {
         self.check()?;
         let transaction = Own::begin(conn).await?;
         match self.look(transaction.conn, waits).await {
-            Ok(Some((outcome, began))) => Ok(Some(Entered {
-                transaction,
-                began,
-                outcome,
-            })),
+            Ok(Some(found)) => Ok(Some(Entered { transaction, found })),
             Ok(None) => transaction.end(Ok(None)).await,
             Err(error) => Err(transaction.fail(error).await),
         }
@@ -261,39 +291,46 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    async fn look<S: Session>(
-        &self,
-        session: &mut S,
-        waits: bool,
-    ) -> Result<Option<(Option<Vec<u8>>, PgTimestamp)>> {
+    async fn look<S: Session>(&self, session: &mut S, waits: bool) -> Result<Option<Found>> {
         let (name, key) = (self.name, self.stored_key());
         let number = fnv1a(&input::join(["once", name, key]));
         let pair = ((number >> 32) as i32, number as i32);
         let lock = Locks::from(Lock::new(pair.into(), false)?);
-        loop {
-            match session.one(&sql::look(pair, name, key)).await? {
-                (Some(true), outcome, began) => return Ok(Some((outcome, began))),
-                (Some(false), ..) if !waits => return Ok(None),
-                (Some(false), ..) => drop(xact::wait(session, &lock, None).await?),
-                (None::<bool>, ..) => return Err(Error::Standby),
+        let statement = sql::look(pair, name, key, self.request.as_deref());
+        let look: sql::Look = loop {
+            let look: sql::Look = session.one(&statement).await?;
+            match look.is_ours {
+                Some(true) => break look,
+                Some(false) if !waits => return Ok(None),
+                Some(false) => drop(xact::wait(session, &lock, None).await?),
+                None => return Err(Error::Standby),
             }
-        }
+        };
+        let (began, fingerprint) = (look.began, look.given);
+        Ok(Some(match (look.outcome, look.stored) {
+            (None, _) => Found::New(Mark { began, fingerprint }),
+            (_, Some(stored)) if fingerprint.is_some_and(|given| given != stored) => {
+                return Err(Error::OtherRequest(name));
+            }
+            (Some(outcome), _) => Found::Done(outcome),
+        }))
     }
 
     /// Stores the outcome of the work, and commits both. Rolls back if the work failed.
     async fn finish<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         transaction: Own<'_, ConnectionOf<P>>,
-        began: PgTimestamp,
+        mark: Mark,
         worked: Result<T, E>,
-    ) -> Result<Done, E> {
+    ) -> Result<Vec<u8>, E> {
         let outcome = match worked {
             Ok(outcome) => outcome.into(),
             Err(error) => return transaction.end(Err(error)).await,
         };
-        let store = sql::store(self.name, self.stored_key(), &outcome, began);
+        let Mark { began, fingerprint } = mark;
+        let store = sql::store(self.name, self.stored_key(), &outcome, fingerprint, began);
         let done = match transaction.conn.one(&store).await {
-            Ok(true) => Ok(Done::First(outcome)),
+            Ok(true) => Ok(outcome),
             Ok(false) | Err(DieselError::NotFound) => Err(Error::TransactionEnded),
             // The try has found that the server may write, so the work has made the transaction
             // read only.

@@ -26,6 +26,8 @@ pub mod resource_control {
             outcome -> Bytea,
             /// When the work had ended, by the server's clock.
             done_at -> Timestamptz,
+            /// The SHA-256 of the request. Null if none was given.
+            fingerprint -> Nullable<Bytea>,
         }
     }
 

@@ -8,7 +8,9 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::pg::{Pg, PgQueryBuilder};
 use diesel::query_builder::{AstPass, QueryBuilder, QueryFragment, QueryId};
 use diesel::result::QueryResult;
-use diesel::sql_types::{Array, BigInt, Binary, Double, Integer, Interval, Text, Timestamptz};
+use diesel::sql_types::{
+    Array, BigInt, Binary, Double, Integer, Interval, Nullable, Text, Timestamptz,
+};
 
 /// A parameter. It is owned, so that a statement can be sent by a task.
 #[derive(Debug, Clone)]
@@ -16,6 +18,7 @@ pub(crate) enum Bind {
     Text(String),
     Texts(Vec<String>),
     Bytes(Vec<u8>),
+    BytesOrNull(Option<Vec<u8>>),
     Integer(i32),
     BigInt(i64),
     BigInts(Vec<i64>),
@@ -50,6 +53,7 @@ binds! {
     Text(String): Text,
     Texts(Vec<String>): Array<Text>,
     Bytes(Vec<u8>): Binary,
+    BytesOrNull(Option<Vec<u8>>): Nullable<Binary>,
     Integer(i32): Integer,
     BigInt(i64): BigInt,
     BigInts(Vec<i64>): Array<BigInt>,

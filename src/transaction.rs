@@ -22,6 +22,24 @@ pub(crate) struct Own<'c, S: Session> {
     is_open: bool,
 }
 
+/// A transaction that [`Own::leave_open`] has left open on a connection.
+pub(crate) struct LeftOpen {
+    depth: u32,
+    rollback: &'static str,
+}
+
+impl LeftOpen {
+    /// The transaction on its connection.
+    pub(crate) const fn on<S: Session>(self, conn: &mut S) -> Own<'_, S> {
+        Own {
+            conn,
+            depth: self.depth,
+            rollback: self.rollback,
+            is_open: true,
+        }
+    }
+}
+
 /// The error for a connection in this state where there must be no transaction.
 pub(crate) fn refusal(transaction: Transaction) -> Error {
     match transaction {
@@ -125,6 +143,29 @@ impl<'c, S: Session> Own<'c, S> {
                 Err(error.into())
             }
             (outcome, _) => outcome,
+        }
+    }
+
+    /// Leaves the transaction open, for [`LeftOpen::on`]. Until then nothing rolls it back.
+    pub(crate) fn leave_open(mut self) -> LeftOpen {
+        self.is_open = false;
+        LeftOpen {
+            depth: self.depth,
+            rollback: self.rollback,
+        }
+    }
+
+    /// Rolls back, with all transactions that are nested in it. If that fails, or if Diesel does
+    /// not know how many are nested, the connection is left as it is.
+    pub(crate) async fn roll_back(mut self) {
+        self.is_open = false;
+        let nested = self.conn.depth();
+        if nested != u32::MAX {
+            for _ in self.depth..=nested {
+                if self.conn.rollback().await.is_err() {
+                    return;
+                }
+            }
         }
     }
 

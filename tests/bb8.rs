@@ -9,7 +9,7 @@
 //! What differs, and the modules that see it:
 //! - who waits on the server, and who polls: `waiting`, `queues`, `semaphore_waiting`
 //! - which connections come back, and which are discarded: `session_locks`, `ways_out`, `scopes`,
-//!   `transaction_locks`
+//!   `transaction_locks`, `begun`
 //! - releases and renewals over a pool that is empty or never idle: `permits`, `kept_permits`,
 //!   `draining`
 //! - connections that are cut or silent under an operation: `lost_replies`, `silence`
@@ -40,6 +40,7 @@ mod suite {
     #![allow(clippy::unit_arg)] // as in `suite/mod.rs`
 
     mod auto_traits;
+    mod begun;
     mod draining;
     mod kept_permits;
     mod lost_replies;

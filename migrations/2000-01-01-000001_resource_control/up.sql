@@ -701,17 +701,18 @@ CREATE TABLE IF NOT EXISTS resource_control.once (
     key text COLLATE pg_catalog."C" NOT NULL,
     outcome bytea NOT NULL,
     done_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    fingerprint bytea,
     PRIMARY KEY (name, key)
 );
 
 -- Volatile, so that the function sees what was committed after its caller's statement began and before that statement took the
 -- lock. In PL/pgSQL, because a session keeps the plan of such a function, but plans a volatile SQL function at each call.
-CREATE OR REPLACE FUNCTION resource_control.once_outcome(name text, key text) RETURNS bytea
+CREATE OR REPLACE FUNCTION resource_control.once_outcome(name text, key text) RETURNS resource_control.once
     LANGUAGE plpgsql VOLATILE
 AS $$
 #variable_conflict use_column
 BEGIN
-    RETURN (SELECT o.outcome FROM resource_control.once AS o
+    RETURN (SELECT o FROM resource_control.once AS o
         WHERE o.name = once_outcome.name COLLATE pg_catalog."C" AND o.key = once_outcome.key COLLATE pg_catalog."C");
 END
 $$;
@@ -722,8 +723,10 @@ COMMENT ON COLUMN resource_control.once.outcome IS
     'What the work has returned.';
 COMMENT ON COLUMN resource_control.once.done_at IS
     'When the work had ended, by the server''s clock.';
+COMMENT ON COLUMN resource_control.once.fingerprint IS
+    'The SHA-256 of the request. Null if none was given.';
 COMMENT ON FUNCTION resource_control.once_outcome(text, text) IS
-    'What came of the work with this name and key, and null if it was not done.';
+    'The row of the work with this name and key, and null if it was not done.';
 
 -- == Views, and the base of fencing tokens ==
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use diesel::data_types::PgTimestamp;
+use diesel::deserialize::Queryable;
 use diesel::sql_types::{BigInt, Binary, Bool, Nullable, Timestamptz};
 
 use crate::advisory::sql::notice_client;
@@ -10,40 +11,83 @@ use crate::call::BATCH;
 use crate::input::interval;
 use crate::statement::{Statement, keep_commit};
 
-/// Returns whether this transaction has the lock, the stored outcome, and when the transaction
-/// began. The first is null where nothing can be stored, as on a standby. The second is null
-/// without the lock or without an outcome. A volatile function reads the outcome, because the
-/// statement's own snapshot would not show what was committed after the statement began.
+/// The reply to [`look`].
+#[derive(Queryable)]
+pub(super) struct Look {
+    /// Whether this transaction has the lock. `None` where nothing can be stored, as on a standby.
+    pub(super) is_ours: Option<bool>,
+    /// The stored outcome. `None` without the lock or without an outcome.
+    pub(super) outcome: Option<Vec<u8>>,
+    /// The fingerprint that was stored with it.
+    pub(super) stored: Option<Vec<u8>>,
+    /// The fingerprint of this request.
+    pub(super) given: Option<Vec<u8>>,
+    /// When the transaction began.
+    pub(super) began: PgTimestamp,
+}
+
+/// Tries to take the lock, reads what is stored, and hashes the request. A volatile function reads
+/// the outcome, because the statement's own snapshot would not show what was committed after the
+/// statement began.
 pub(super) fn look(
     (first, second): (i32, i32),
     name: &str,
     key: &str,
-) -> Statement<(Nullable<Bool>, Nullable<Binary>, Timestamptz)> {
+    request: Option<&[u8]>,
+) -> Statement<(
+    Nullable<Bool>,
+    Nullable<Binary>,
+    Nullable<Binary>,
+    Nullable<Binary>,
+    Timestamptz,
+)> {
     const LOOK: &str = concat!(
         "WITH taking AS MATERIALIZED (
             SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') = 'on' THEN NULL
                 WHEN ",
         notice_client!("true"),
         " = '' THEN NULL ELSE pg_catalog.pg_try_advisory_xact_lock($1, $2) END AS is_ours
-        ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($3, $4) END,
+        ), looking AS MATERIALIZED (
+            SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($3, $4) END AS done
+                FROM taking
+        ) SELECT is_ours, (done).outcome, (done).fingerprint, pg_catalog.sha256($5),
                 pg_catalog.transaction_timestamp()
-            FROM taking"
+            FROM looking"
     );
-    let binds = [first.into(), second.into(), name.into(), key.into()];
+    let request = request.map(<[u8]>::to_vec);
+    let binds = [
+        first.into(),
+        second.into(),
+        name.into(),
+        key.into(),
+        request.into(),
+    ];
     Statement::new(LOOK, binds)
 }
 
 /// Inserts the outcome, but only if the transaction is still the one that began at `began`. Needs
 /// no `ON CONFLICT`, because the lock keeps other calls from inserting the same key.
-pub(super) fn store(name: &str, key: &str, outcome: &[u8], began: PgTimestamp) -> Statement<Bool> {
+pub(super) fn store(
+    name: &str,
+    key: &str,
+    outcome: &[u8],
+    fingerprint: Option<Vec<u8>>,
+    began: PgTimestamp,
+) -> Statement<Bool> {
     const STORE: &str = concat!(
-        "INSERT INTO resource_control.once (name, key, outcome)
-        SELECT $1, $2, $3 WHERE pg_catalog.transaction_timestamp() = $4 AND ",
+        "INSERT INTO resource_control.once (name, key, outcome, fingerprint)
+        SELECT $1, $2, $3, $4 WHERE pg_catalog.transaction_timestamp() = $5 AND ",
         keep_commit!(),
         " IS DISTINCT FROM '' RETURNING true"
     );
-    let outcome = outcome.to_vec().into();
-    Statement::new(STORE, [name.into(), key.into(), outcome, began.into()])
+    let binds = [
+        name.into(),
+        key.into(),
+        outcome.to_vec().into(),
+        fingerprint.into(),
+        began.into(),
+    ];
+    Statement::new(STORE, binds)
 }
 
 /// Deletes a batch of old outcomes, and returns how many.

@@ -436,3 +436,61 @@ fn a_leader_whose_future_is_dropped_resigns() {
 fn _is_asynchronous(pool: PgPool) -> impl Pool<Mode = Async> {
     pool
 }
+
+/// As a client that hangs up drops it, again and again.
+#[test]
+fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session() {
+    use diesel_interlock::once::Begun;
+    const SESSIONS: &str =
+        "(SELECT sum(pid) FROM pg_stat_activity WHERE datname = current_database()
+        AND pid <> pg_backend_pid() AND backend_type = 'client backend')";
+    let database = installed();
+    let conn = &mut database.connect();
+    run(conn, "CREATE TABLE effect (key int)");
+    for (number_of, runtime) in runtimes().into_iter().enumerate() {
+        let pool = {
+            let _entered = runtime.enter();
+            crate::pool::unchecked(&database, 1)
+        };
+        runtime.block_on(async {
+            let mut sessions = None;
+            for polls in 0.. {
+                let key = 1000 * number_of + polls;
+                let (once, insert) = (ONCE.key(key), format!("INSERT INTO effect VALUES ({key})"));
+                // A connection that is new would be dropped by the pool.
+                execute(&mut *pool.check_out(None).await.unwrap(), "SELECT 1")
+                    .await
+                    .unwrap();
+                let ended = polled(polls, async {
+                    let Begun::First(mut doing) = once.begin(&pool).await? else {
+                        panic!("nobody else begins");
+                    };
+                    execute(doing.conn(), &insert).await?;
+                    doing.finish("done").await
+                });
+                let ended = ended.await.transpose().unwrap().is_some();
+                execute(&mut *pool.check_out(None).await.unwrap(), "SELECT 1")
+                    .await
+                    .unwrap();
+                let now = number(conn, SESSIONS);
+                assert_eq!(
+                    *sessions.get_or_insert(now),
+                    now,
+                    "a session was replaced at {polls}"
+                );
+                // What was dropped in its end is done, or not.
+                let done = matches!(once.begin(&pool).await.unwrap(), Begun::Before(_));
+                let effects = number(
+                    conn,
+                    &format!("(SELECT count(*) FROM effect WHERE key = {key})"),
+                );
+                assert_eq!(effects, i64::from(done), "{polls}");
+                assert!(done || !ended);
+                if ended {
+                    assert!(polls > 1, "it was never dropped");
+                    break;
+                }
+            }
+        });
+    }
+}

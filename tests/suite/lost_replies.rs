@@ -224,3 +224,44 @@ fn a_lock_whose_try_or_release_has_no_reply_is_free() {
         observer.assert_free(lock.lock_key());
     });
 }
+
+/// Which of the two, the next begin tells.
+#[test]
+fn what_is_finished_without_a_reply_was_done_wholly_or_not_at_all() {
+    let database = installed();
+    run(&mut database.connect(), "CREATE TABLE effect (key text)");
+    cut_at_each(&database, |cut, pool, look| {
+        use diesel_interlock::once::Begun;
+        let (once, key) = (ONCE.key(cut.key()), cut.key());
+        let insert = format!("INSERT INTO effect VALUES ('{key}')");
+        let effects = format!("(SELECT count(*) FROM effect WHERE key = '{key}')");
+        let finished = cut.during(|| {
+            let Begun::First(mut doing) = told(wait(once.begin(pool)))? else {
+                panic!("nobody else has begun");
+            };
+            wait(execute(doing.conn(), &insert)).ok()?;
+            told(wait(doing.finish("first")))
+        });
+        if finished.is_some() {
+            assert_eq!(number(look, &effects), 1, "{key}");
+        }
+        // The server may not have noticed yet that the connection was cut.
+        let next = loop {
+            match wait(once.begin(pool)).unwrap() {
+                Begun::Busy => std::thread::yield_now(),
+                next => break next,
+            }
+        };
+        match next {
+            Begun::Before(bytes) => assert_eq!(bytes, b"first"),
+            Begun::First(mut doing) => {
+                assert!(finished.is_none(), "{key}");
+                assert_eq!(number(look, &effects), 0, "{key}");
+                wait(execute(doing.conn(), &insert)).unwrap();
+                wait(doing.finish("second")).unwrap();
+            }
+            Begun::Busy => unreachable!(),
+        }
+        assert_eq!(number(look, &effects), 1, "{key}");
+    });
+}

@@ -2,6 +2,7 @@
 #![allow(clippy::unit_arg)] // what `wait` is given may be nothing in the blocking half
 
 mod auto_traits;
+mod begun;
 mod copies;
 mod crashes;
 mod draining;

@@ -586,7 +586,8 @@ fn the_outcome_is_read_after_the_lock_was_granted() {
     thread::scope(|scope| {
         let looking = scope.spawn(|| {
             let granted = format!("WITH granted AS MATERIALIZED (SELECT {lock})");
-            let outcome = "encode(resource_control.once_outcome('charge', '7'), 'escape')";
+            let outcome =
+                "encode((resource_control.once_outcome('charge', '7')).outcome, 'escape')";
             text(
                 &mut database.connect(),
                 &format!("({granted} SELECT {outcome} FROM granted)"),
@@ -684,4 +685,75 @@ fn of_fifty_twins_one_runs_and_all_others_are_busy_at_once() {
     assert_eq!(number(&mut database.connect(), EFFECTS), 2);
     assert_eq!(twin().unwrap().acquired(), Some(before("done")));
     assert_pool_whole(&pool, &database);
+}
+
+/// Charges on a connection of the pool, for a request.
+fn charged_for(request: Option<&str>, key: &str, pool: &PgPool) -> Result<Done, Error> {
+    let once = CHARGE.key(key);
+    let once = match request {
+        Some(request) => once.fingerprint(request),
+        None => once,
+    };
+    charged(&once, pool, "done")
+}
+
+#[test]
+fn another_request_with_the_same_key_is_refused() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let conn = &mut database.connect();
+    // An empty request and a long one are requests, too.
+    let long = "x".repeat(100_000);
+    for (key, request, other) in [("a", "4200", "9900"), ("b", "", "1"), ("c", &long, "")] {
+        let done = charged_for(Some(request), key, &pool).unwrap();
+        assert_eq!(done, first("done"));
+        for _ in 0..2 {
+            let refused = charged_for(Some(other), key, &pool);
+            assert_matches!(refused, Err(Error::OtherRequest("charge")));
+            assert_eq!(
+                charged_for(Some(request), key, &pool).unwrap(),
+                before("done")
+            );
+        }
+        // Who gives none gets the outcome.
+        assert_eq!(charged_for(None, key, &pool).unwrap(), before("done"));
+    }
+    assert_eq!(number(conn, EFFECTS), 3);
+    let hashed = "(SELECT count(*) FROM resource_control.once WHERE (key, fingerprint) IN
+        (('a', sha256('4200')), ('b', sha256('')), ('c', sha256(repeat('x', 100000)::bytea))))";
+    assert_eq!(number(conn, hashed), 3);
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn where_no_fingerprint_was_stored_nothing_is_compared() {
+    let database = database();
+    let pool = pool(&database, 1);
+    assert_eq!(charged_for(None, "a", &pool).unwrap(), first("done"));
+    for request in [Some("4200"), Some("9900"), None] {
+        assert_eq!(charged_for(request, "a", &pool).unwrap(), before("done"));
+    }
+    let none = "(SELECT count(*) FROM resource_control.once WHERE fingerprint IS NULL)";
+    assert_eq!(number(&mut database.connect(), none), 1);
+}
+
+/// It stores nothing, so that the right request may come afterwards.
+#[test]
+fn the_fingerprint_of_work_that_fails_is_forgotten() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let failed: Result<Done, Error> = on_one(&pool, |conn| {
+        wait(
+            CHARGE
+                .key("a")
+                .fingerprint("1")
+                .run(conn, work!(|_conn| Err::<&str, _>(Error::TimedOut))),
+        )
+    });
+    assert_matches!(failed, Err(Error::TimedOut));
+    assert_eq!(charged_for(Some("2"), "a", &pool).unwrap(), first("done"));
+    assert_matches!(
+        charged_for(Some("1"), "a", &pool),
+        Err(Error::OtherRequest(_))
+    );
 }

@@ -81,6 +81,7 @@
 //! - `tracing`: an event for each operation, with the target `diesel_interlock`.
 //! - `metrics`: counters, histograms and gauges, through the facade crate `metrics`. See
 //!   `describe_metrics`.
+//! - `http`: the header fields of a [`Check`] as an `http::HeaderMap`.
 //! - `serde`: `Serialize` for the rows of [`monitor`].
 //! - `testing`: the module `testing`, for an application's own tests.
 

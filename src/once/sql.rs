@@ -26,6 +26,14 @@ pub(super) struct Look {
     pub(super) began: PgTimestamp,
 }
 
+type LookTypes = (
+    Nullable<Bool>,
+    Nullable<Binary>,
+    Nullable<Binary>,
+    Nullable<Binary>,
+    Timestamptz,
+);
+
 /// Tries to take the lock, reads what is stored, and hashes the request. A volatile function reads
 /// the outcome, because the statement's own snapshot would not show what was committed after the
 /// statement began.
@@ -34,13 +42,7 @@ pub(super) fn look(
     name: &str,
     key: &str,
     request: Option<&[u8]>,
-) -> Statement<(
-    Nullable<Bool>,
-    Nullable<Binary>,
-    Nullable<Binary>,
-    Nullable<Binary>,
-    Timestamptz,
-)> {
+) -> Statement<LookTypes> {
     const LOOK: &str = concat!(
         "WITH taking AS MATERIALIZED (
             SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') = 'on' THEN NULL

@@ -40,6 +40,20 @@ impl Check {
     }
 }
 
+#[cfg(feature = "http")]
+impl Check {
+    /// Returns the fields of [`headers`](Self::headers) for a response:
+    /// `response.headers_mut().extend(check.header_map())`.
+    pub fn header_map(&self) -> http::HeaderMap {
+        let field = |(name, value): (&'static str, String)| {
+            // Names are constants, and values are printable ASCII.
+            let value = http::HeaderValue::try_from(value).ok()?;
+            Some((http::HeaderName::from_static(name), value))
+        };
+        self.headers().into_iter().filter_map(field).collect()
+    }
+}
+
 impl Limited {
     /// Returns the fields of [`Check::headers`] for a handler that has only the refusal, for
     /// example from a check of several limits.
@@ -100,6 +114,21 @@ mod tests {
     #[test]
     fn a_name_is_quoted_and_ascii() {
         assert_eq!(string("a \"b\" \\ ü\n"), r#""a \"b\" \\ %C3%BC%0A""#);
+    }
+
+    /// So each of them is in the map, too.
+    #[test]
+    #[cfg(feature = "http")]
+    fn every_name_makes_a_field() {
+        for name in [
+            "api",
+            "a \"b\" \\ \u{fc}\n\u{7f}",
+            "\u{0}",
+            &"x".repeat(1000),
+        ] {
+            let value = http::HeaderValue::try_from(string(name));
+            assert!(value.is_ok(), "{name:?}");
+        }
     }
 
     #[test]

@@ -8,10 +8,9 @@ use std::error::Error as AnyError;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Bytes;
-use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
-use axum::middleware::{Next, from_fn_with_state};
+use axum::extract::Extension;
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use deadpool::Runtime;
@@ -22,10 +21,10 @@ use diesel_async::pooled_connection::{
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl};
 use diesel_interlock::deadpool::{Leader, Once, PgPool, RateLimit, Schedule, drain};
 use diesel_interlock::schedule::every;
-use diesel_interlock::{Attempt, Done, Error, Quota, Result, describe_metrics, migrations, prune};
+use diesel_interlock::{Error, Quota, Result, describe_metrics, migrations, prune};
+use diesel_interlock_tower::{IdempotencyLayer, RateLimitLayer, Transaction};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
-use sha2::{Digest, Sha256};
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!();
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -103,79 +102,35 @@ async fn terminated() {
 fn router(pool: PgPool) -> Router {
     Router::new()
         .route("/charges", post(charge))
-        .layer(from_fn_with_state(pool.clone(), limit))
-        .with_state(pool)
+        .layer(IdempotencyLayer::new(CHARGE.clone(), pool.clone(), customer).required())
+        .layer(RateLimitLayer::new((API.clone(), pool), customer))
 }
 
-fn header<'h>(headers: &'h HeaderMap, name: &str) -> &'h str {
-    let value = headers.get(name).and_then(|value| value.to_str().ok());
-    value.unwrap_or_default()
+/// The customer of a request. A real service authenticates it in an earlier layer.
+fn customer(request: &Parts) -> String {
+    let customer = request.headers.get("x-customer");
+    let customer = customer.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+    customer.unwrap_or_default()
 }
 
-/// Who cannot be counted is not let through.
-async fn limit(pool: State<PgPool>, request: Request, next: Next) -> Result<Response, Failed> {
-    let customer = header(request.headers(), "x-customer");
-    let check = API.key(customer).check(&pool).await?;
-    let mut response = if check.is_allowed() {
-        next.run(request).await
-    } else {
-        StatusCode::TOO_MANY_REQUESTS.into_response()
-    };
-    for (name, value) in check.headers() {
-        if let Ok(value) = HeaderValue::from_str(&value) {
-            let name = HeaderName::from_static(name);
-            response.headers_mut().insert(name, value);
-        }
-    }
-    Ok(response)
-}
-
-/// Charges once, however often a client repeats the request.
+/// Charges once, however often a client repeats the request: the charge and the response commit
+/// together.
 async fn charge(
-    pool: State<PgPool>,
+    Extension(transaction): Extension<Transaction<PgPool>>,
     headers: HeaderMap,
-    body: Bytes,
+    body: String,
 ) -> Result<(StatusCode, String), Failed> {
-    let customer = header(&headers, "x-customer");
-    let key = header(&headers, "idempotency-key");
-    let cents = String::from_utf8_lossy(&body).parse::<i32>();
-    let (false, Ok(cents)) = (key.is_empty(), cents) else {
-        return Ok((
-            StatusCode::BAD_REQUEST,
-            "a key, and an amount in cents".to_owned(),
-        ));
+    let customer = headers.get("x-customer").and_then(|it| it.to_str().ok());
+    let (Some(customer), Ok(cents)) = (customer, body.parse::<i32>()) else {
+        let text = "a customer, and an amount in cents";
+        return Ok((StatusCode::BAD_REQUEST, text.to_owned()));
     };
-    // The request is part of the outcome, so that another one with the same key is refused.
-    let hash = format!("{:x}", Sha256::digest(&body));
-    let conn = &mut pool
-        .get()
-        .await
-        .map_err(|error| Error::Pool(error.into()))?;
-    let once = CHARGE.key(format!("{customer} {key}"));
-    let done = once.try_run(conn, async |conn| {
-        let insert = "INSERT INTO charge (customer, cents) VALUES ($1, $2)";
-        let insert = diesel::sql_query(insert)
-            .bind::<Text, _>(customer)
-            .bind::<Integer, _>(cents);
-        insert.execute(conn).await?;
-        Ok::<_, Error>(hash.clone())
-    });
-    let Attempt::Acquired(done) = done.await? else {
-        return Ok((
-            StatusCode::CONFLICT,
-            "the same request is at work".to_owned(),
-        ));
-    };
-    Ok(match done {
-        Done::First(_) => (StatusCode::CREATED, format!("{cents} cents")),
-        Done::Before(stored) if stored == hash.as_bytes() => {
-            (StatusCode::CREATED, format!("{cents} cents"))
-        }
-        Done::Before(_) => (
-            StatusCode::UNPROCESSABLE_ENTITY,
-            "the key was used for another request".to_owned(),
-        ),
-    })
+    let insert = "INSERT INTO charge (customer, cents) VALUES ($1, $2)";
+    let insert = diesel::sql_query(insert)
+        .bind::<Text, _>(customer)
+        .bind::<Integer, _>(cents);
+    insert.execute(transaction.lock().await?.conn()).await?;
+    Ok((StatusCode::CREATED, format!("{cents} cents")))
 }
 
 /// Sends what was charged, on one instance at a time.
@@ -223,7 +178,7 @@ impl<E: Into<Error>> From<E> for Failed {
         let error = error.into();
         let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
         eprintln!("{error}{}", cause.unwrap_or_default());
-        Self(if matches!(error, Error::Input(_)) {
+        Self(if error.is_input() {
             StatusCode::BAD_REQUEST
         } else if error.is_unavailable() {
             StatusCode::SERVICE_UNAVAILABLE

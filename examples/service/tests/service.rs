@@ -40,11 +40,22 @@ impl Service {
 
     /// The status and the body of a reply.
     fn send(&self, method: &str, path: &str, key: &str, body: &str) -> (u16, String) {
+        self.send_as("7", method, path, key, body)
+    }
+
+    fn send_as(
+        &self,
+        customer: &str,
+        method: &str,
+        path: &str,
+        key: &str,
+        body: &str,
+    ) -> (u16, String) {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         let length = body.len();
         write!(
             stream,
-            "{method} {path} HTTP/1.1\r\nhost: service\r\nconnection: close\r\nx-customer: 7\r\n\
+            "{method} {path} HTTP/1.1\r\nhost: service\r\nconnection: close\r\nx-customer: {customer}\r\n\
              idempotency-key: {key}\r\ncontent-length: {length}\r\n\r\n{body}"
         )
         .unwrap();
@@ -89,6 +100,16 @@ fn a_service_from_its_start_to_its_end() {
     assert_eq!(services[0].send("POST", "/charges", "a", "1").0, 422);
     assert_eq!(services[0].send("POST", "/charges", "", "1").0, 400);
     assert_eq!(count(conn, "(SELECT count(*) FROM charge)"), 1);
+    // The key of one customer is not that of another one, however they are joined.
+    for (customer, key) in [("b c", "d"), ("b", "c d")] {
+        assert_eq!(
+            services[0]
+                .send_as(customer, "POST", "/charges", key, "1")
+                .0,
+            201
+        );
+    }
+    assert_eq!(count(conn, "(SELECT count(*) FROM charge)"), 3);
 
     let mut statuses = (0..30).map(|i| services[1].send("POST", "/charges", &i.to_string(), "1").0);
     assert!(statuses.any(|status| status == 429));

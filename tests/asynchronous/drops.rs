@@ -458,7 +458,7 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                 let key = 1000 * number_of + polls;
                 let (once, insert) = (ONCE.key(key), format!("INSERT INTO effect VALUES ({key})"));
                 // A connection that is new would be dropped by the pool.
-                execute(&mut *pool.check_out(None).await.unwrap(), "SELECT 1")
+                execute(&mut pool.check_out(None).await.unwrap(), "SELECT 1")
                     .await
                     .unwrap();
                 let ended = polled(polls, async {
@@ -469,7 +469,7 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                     doing.finish("done").await
                 });
                 let ended = ended.await.transpose().unwrap().is_some();
-                execute(&mut *pool.check_out(None).await.unwrap(), "SELECT 1")
+                execute(&mut pool.check_out(None).await.unwrap(), "SELECT 1")
                     .await
                     .unwrap();
                 let now = number(conn, SESSIONS);

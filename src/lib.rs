@@ -172,6 +172,10 @@ macro_rules! handles {
             leader::Leader,
             /// The term of a leader: its leadership from one election until its end.
             leader::Term,
+            /// What [`Once::begin`](crate::once::Once::begin) has found.
+            once::Begun,
+            /// The transaction of work that is done once, which a handler keeps.
+            once::Doing,
             /// Work that is done once for each key, such as a request with an idempotency key.
             once::Once,
             /// A rate limit that decides in memory, from chunks of units that it takes from the

@@ -21,9 +21,6 @@ const DONE: &str = "(SELECT count(*) FROM resource_control.once)";
 const SESSIONS: &str = "(SELECT coalesce(sum(pid), 0) FROM pg_stat_activity
     WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend')";
 
-type Doing = diesel_interlock::once::Doing<PgPool>;
-type Begun = diesel_interlock::once::Begun<PgPool>;
-
 /// A database with the schema, and a table for what the work does.
 fn database() -> Database {
     let database = installed();

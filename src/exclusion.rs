@@ -126,7 +126,7 @@ async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
 /// sends locks.
 async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
     const BACKEND_PID: &str = "SELECT CASE WHEN pg_catalog.clock_timestamp() IS NOT NULL \
-         THEN pg_catalog.pg_backend_pid() END";
+         THEN pg_catalog.pg_backend_pid() END AS pid";
     match conn.one(&Statement::<Integer>::new(BACKEND_PID, [])).await {
         Ok(pid) => Ok(pid),
         Err(error) if is_of_a_prepared_statement(&error) => Err(Error::NotExclusive(NOT_PREPARED)),
@@ -138,7 +138,7 @@ async fn try_lock<S: Session>(conn: &mut S, number: i64) -> Result<bool> {
     const TRY: &str = concat!(
         "SELECT CASE WHEN NOT (",
         is_elsewhere!(),
-        ") THEN pg_catalog.pg_try_advisory_xact_lock($1) END"
+        ") THEN pg_catalog.pg_try_advisory_xact_lock($1) END AS is_taken"
     );
     let tried = Statement::<(Nullable<Bool>,)>::new(TRY, [number.into()]);
     let reply: QueryResult<(Option<bool>,)> = conn.one(&tried).await;

@@ -37,6 +37,7 @@ mod semaphores;
 mod session_locks;
 mod several_locks;
 mod shadowed;
+mod statements;
 mod testing_helpers;
 mod throttle_model;
 mod throttled_resources;

@@ -46,4 +46,4 @@ pub use endpoint::Endpoint;
 pub use patroni::Patroni;
 pub use pgbouncer::{PgBouncer, PoolMode};
 pub use pgpool::Pgpool;
-pub use round_trips::{Fault, RoundTrips, When};
+pub use round_trips::{Exchange, Fault, RoundTrips, When};

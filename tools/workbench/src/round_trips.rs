@@ -3,6 +3,7 @@
 mod faults;
 mod link;
 mod messages;
+mod transcript;
 
 use std::io::{self, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -18,6 +19,7 @@ use std::time::{Duration, Instant};
 use self::faults::{Armed, Effect, Faults};
 pub use self::faults::{Fault, When};
 use self::link::{Link, Passed, Replies, Requests, Side};
+pub use self::transcript::Exchange;
 use crate::endpoint::Endpoint;
 use crate::watcher::POLL;
 
@@ -68,6 +70,8 @@ struct Shared {
     network: RwLock<Network>,
     /// The connections that may be open.
     links: Mutex<Vec<Weak<Link>>>,
+    /// What all connections have sent and received, if that is kept.
+    transcripts: Option<Mutex<Vec<Arc<Link>>>>,
     /// Those that are silent are kept open.
     silent: Mutex<Vec<Arc<Link>>>,
 }
@@ -85,16 +89,29 @@ impl RoundTrips {
     /// Starts a proxy in front of a database or a pooler. It connects to the server whenever a client connects to it, and
     /// has no connection of its own. Its clients do without TLS.
     pub fn in_front_of(server: &Endpoint) -> Self {
-        Self::start(server.clone().with("sslmode", "disable"))
+        Self::start(server.clone().with("sslmode", "disable"), false)
+    }
+
+    /// The same, and keeps everything that passes, for [`exchanges`](Self::exchanges).
+    pub fn recording(server: &Endpoint) -> Self {
+        Self::start(server.clone().with("sslmode", "disable"), true)
+    }
+
+    /// What each connection has asked so far, one after the other, and which columns the server described in reply. Needs a
+    /// proxy that is [recording](Self::recording).
+    pub fn exchanges(&self) -> Vec<Exchange> {
+        let links = self.shared.transcripts.as_ref();
+        let links = lock(links.expect("the proxy is recording"));
+        links.iter().flat_map(|link| link.exchanges()).collect()
     }
 
     /// The same with the server's own `sslmode`: where that requires TLS, everything passes as slowly and as long as the
     /// network lets it, but no message is counted, and none has a fault.
     pub fn in_front_of_tls(server: &Endpoint) -> Self {
-        Self::start(server.clone())
+        Self::start(server.clone(), false)
     }
 
-    fn start(server: Endpoint) -> Self {
+    fn start(server: Endpoint, is_recording: bool) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .expect("the loopback interface has a free port");
         let address = listener.local_addr().expect("a listener has an address");
@@ -106,6 +123,7 @@ impl RoundTrips {
             delay: Mutex::default(),
             network: RwLock::new(Network::Works),
             links: Mutex::default(),
+            transcripts: is_recording.then(Mutex::default),
             silent: Mutex::default(),
         });
         let endpoint = server.with_address("127.0.0.1", address.port());
@@ -261,6 +279,9 @@ impl Shared {
         let mut links = lock(&self.links);
         links.retain(|link| link.strong_count() > 0);
         links.push(Arc::downgrade(&link));
+        if let Some(transcripts) = &self.transcripts {
+            lock(transcripts).push(Arc::clone(&link));
+        }
         Ok(link)
     }
 
@@ -278,6 +299,9 @@ impl Shared {
                     return Ok(());
                 }
                 let (bytes, armed) = look(&piece);
+                if self.transcripts.is_some() {
+                    link.record(from, &bytes);
+                }
                 link.socket(to).write_all(&bytes)?;
                 armed.map_or(Ok(()), |armed| self.fail(link, &armed))
             });

@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::faults::{Armed, When};
 use super::messages::{Kind, Messages, Part};
+use super::transcript::{self, Exchange};
 use super::{Shared, Socket};
 
 /// A client's connection, and the connection to the server that was opened for it.
@@ -16,6 +17,8 @@ pub(super) struct Link {
     client: Socket,
     server: Socket,
     state: Mutex<State>,
+    /// What the client and the server have sent, if that is kept.
+    transcript: Mutex<[Vec<u8>; 2]>,
 }
 
 /// Who is at one end of a link.
@@ -48,7 +51,23 @@ impl Link {
             client,
             server,
             state: Mutex::default(),
+            transcript: Mutex::default(),
         }
+    }
+
+    pub(super) fn record(&self, from: Side, bytes: &[u8]) {
+        self.transcript()[usize::from(from == Side::Server)].extend_from_slice(bytes);
+    }
+
+    pub(super) fn exchanges(&self) -> Vec<Exchange> {
+        let [requests, replies] = &*self.transcript();
+        transcript::exchanges(requests, replies)
+    }
+
+    fn transcript(&self) -> MutexGuard<'_, [Vec<u8>; 2]> {
+        self.transcript
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn socket(&self, side: Side) -> &Socket {

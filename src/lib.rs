@@ -1,7 +1,25 @@
 //! Locks, throttles, rate limits, semaphores, leaders and schedules for Diesel applications that
 //! run as several instances, coordinated by the PostgreSQL that they already have.
 //!
-//! Locks need nothing installed. Everything else needs the schema `resource_control`, which
+//! ```no_run
+//! # use diesel::prelude::*;
+//! # diesel::table! { session (id) { id -> BigInt, expires_at -> Timestamptz } }
+//! use diesel_interlock::{AdvisoryLock, Attempt, Error, PgPool};
+//!
+//! static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly clean-up");
+//!
+//! fn clean_up(pool: &PgPool) -> Result<(), Error> {
+//!     let Attempt::Acquired(mut guard) = NIGHTLY.try_acquire(pool)? else {
+//!         return Ok(()); // another instance is at work
+//!     };
+//!     let expired = session::table.filter(session::expires_at.lt(diesel::dsl::now));
+//!     diesel::delete(expired).execute(guard.conn())?; // on the session that holds the lock
+//!     guard.release() // an error if the lock was lost meanwhile
+//! }
+//! ```
+//!
+//! With diesel-async, import the handles from `deadpool` or `bb8`, and await each call. Locks
+//! need nothing installed. Everything else needs the schema `resource_control`, which
 //! [`migrations::install`] creates.
 //!
 //! # Choosing a primitive

@@ -1,35 +1,40 @@
 //! Helpers for an application's own tests, on a real server.
 //!
-//! Each test has its own [`Database`], so tests that run in parallel do not share locks, slots or
-//! throttles. Tests need not wait for time to pass: the functions here change rows as if time had
-//! passed. All of them take a pool; over deadpool and bb8 they return a future.
+//! Each test has its own [`Database`], so tests that run in parallel, on threads or in processes, do
+//! not share locks, slots or throttles. Tests need not wait for time to pass: the functions here
+//! change rows as if time had passed. They take a pool; over deadpool and bb8 they return a future.
 //!
-//! ```no_run
+//! ```
 //! use std::time::Duration;
 //!
 //! use diesel::r2d2::{ConnectionManager, Pool};
-//! use diesel_interlock::{PgPool, Throttle, testing};
+//! use diesel_interlock::{PgPool, Throttle, migrations, testing};
 //!
 //! static IMPORT: Throttle = Throttle::named("import", Duration::from_secs(3600));
 //!
-//! # fn test(maintenance: PgPool) -> Result<(), Box<dyn std::error::Error>> {
-//! // A pool of another database of the server, such as `postgres`. The template is migrated once.
-//! let database = testing::Database::from_template(&maintenance, "app_template")?;
-//! let url = database.url("postgres://localhost/app_template");
-//! let pool = Pool::new(ConnectionManager::new(url))?;
-//! assert!(IMPORT.attempt(&pool)?.is_granted());
-//! testing::make_due(&IMPORT, &pool)?; // as if an hour had passed
-//! assert!(IMPORT.attempt(&pool)?.is_granted());
-//! # Ok(())
-//! # }
+//! # let server = workbench::Database::new();
+//! # let (maintenance, url) = (server.pool(1), |name: &str| server.url_with("dbname", name));
+//! // `maintenance` is a pool on the database `postgres`, and `url(name)` the URL of a database.
+//! let database = testing::Database::<PgPool>::from_template(&maintenance, "app_template", |name| {
+//!     let manager = ConnectionManager::new(url(name));
+//!     let pool: PgPool = Pool::builder().max_size(2).build(manager)?;
+//!     migrations::install(&pool)?; // and your own migrations
+//!     Ok::<_, Box<dyn std::error::Error>>(pool)
+//! })?;
+//! let pool = database.pool();
+//! assert!(IMPORT.attempt(pool)?.is_granted());
+//! testing::make_due(&IMPORT, pool)?; // as if an hour had passed
+//! assert!(IMPORT.attempt(pool)?.is_granted());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use diesel::sql_types::{Array, BigInt, Text};
+use diesel::sql_types::{Array, BigInt, Bool, Nullable, Text};
 
+use crate::advisory::AdvisoryLock;
 use crate::call::ask;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::input::interval;
 use crate::leader::Leader;
 use crate::mode::Mode;
@@ -38,85 +43,206 @@ use crate::rate_limit::RateLimit;
 use crate::schedule::Schedule;
 use crate::semaphore::Semaphore;
 use crate::session::Session;
+#[cfg(feature = "r2d2")]
+use crate::session::now;
 use crate::statement::{Bind, Statement};
 use crate::throttle::Throttle;
 
 /// The age in seconds at which a database is dropped that a killed test has left behind.
 const LEFT_BEHIND: u64 = 3600;
 
-/// A database for one test: a copy of a template, which is dropped together with this value.
+/// PostgreSQL cuts longer names of databases off, so a template would not be found.
+const LONGEST_NAME: usize = 63;
+
+/// A database for one test, with a pool: a copy of a template, which is dropped together with this
+/// value.
 ///
-/// Its fencing tokens are its own once [`install`](crate::migrations::install) was called in it.
+/// `from_template(maintenance, template, open)` makes it. `open` is given the name of a database,
+/// connects a pool to it, and runs the migrations that are pending there. It is called twice: for
+/// the template, which is created first if it does not exist, and for the copy. All of this but the
+/// second call is done under a session lock on `maintenance`, so tests may run on threads and in
+/// processes, of one program or of several. Each test calls `open` for the template again, so the
+/// template stays up to date, and a killed process leaves nothing that the next one does not
+/// finish. Sessions that are connected to the template after `open` are ended, because PostgreSQL
+/// copies a database only while nobody is connected to it.
 ///
-/// Nobody may be connected to the template while it is copied. Over deadpool and bb8, a task
-/// removes the database after the drop. The runtime of `#[tokio::test]` ends with the test, so
-/// await [`drain`](crate::drain) after the drop.
+/// Fencing tokens of the copy are its own: larger than those of the template.
 ///
-/// A test whose process was killed, or whose runtime ended too soon, leaves its database behind.
-/// Another test drops that database after an hour.
+/// `maintenance` is a pool on another database of the server, the same one for all tests, such as
+/// `postgres`. Its role must be allowed to create databases, and must own the template.
+///
+/// The template stays for the next run of the tests. Drop it after you have changed a migration
+/// that it has run already.
+///
+/// Over deadpool and bb8, a task removes the database after the drop. The runtime of
+/// `#[tokio::test]` ends with the test, so await [`drain`](crate::drain) after the drop. A test
+/// whose process was killed, or whose runtime ended too soon, leaves its database behind. Another
+/// test drops that database after an hour.
 #[must_use = "the database is removed when the value is dropped"]
 pub struct Database<P: Pool> {
-    name: String,
     pool: P,
-    runtime: <P::Mode as Mode>::Runtime,
+    copy: Copy<P>,
 }
 
 impl<P: Pool> Database<P> {
-    /// Copies a template database. The pool must be of another database on the same server, and its
-    /// role must be allowed to create databases.
-    pub fn from_template<'a>(pool: &'a P, template: &'a str) -> Reply<'a, P, Self> {
+    /// Returns the pool that `open` has connected to the database.
+    pub const fn pool(&self) -> &P {
+        &self.pool
+    }
+
+    /// Returns the name of the database.
+    pub fn name(&self) -> &str {
+        &self.copy.name
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl Database<crate::pool::PgPool> {
+    /// Copies a template, which `open` brings up to date first.
+    pub fn from_template<E: From<Error>>(
+        maintenance: &crate::pool::PgPool,
+        template: &str,
+        mut open: impl FnMut(&str) -> Result<crate::pool::PgPool, E>,
+    ) -> Result<Self, E> {
+        let copy = Copy::new(maintenance)?;
+        let lock: AdvisoryLock<crate::pool::PgPool> = lock_of(template)?;
+        lock.with(maintenance, |conn| {
+            now(create_template(conn, template))?;
+            drop(open(template)?);
+            Ok::<_, E>(now(copy.create(conn, template))?)
+        })?;
+        let pool = open(&copy.name)?;
+        now(take_own_tokens(&pool))?;
+        Ok(Self { pool, copy })
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> Database<P> {
+    /// Copies a template, which `open` brings up to date first.
+    pub async fn from_template<E: From<Error>>(
+        maintenance: &P,
+        template: &str,
+        mut open: impl AsyncFnMut(&str) -> Result<P, E>,
+    ) -> Result<Self, E> {
+        let copy = Copy::new(maintenance)?;
+        let copying = async |conn: &mut diesel_async::AsyncPgConnection| {
+            create_template(conn, template).await?;
+            drop(open(template).await?);
+            Ok::<_, E>(copy.create(conn, template).await?)
+        };
+        let lock: AdvisoryLock<P> = lock_of(template)?;
+        lock.with(maintenance, copying).await?;
+        let pool = open(&copy.name).await?;
+        take_own_tokens(&pool).await?;
+        Ok(Self { pool, copy })
+    }
+}
+
+debug!(Database | this | name = this.name());
+
+/// The lock under which a template is changed and copied.
+fn lock_of<P: Pool>(template: &str) -> Result<AdvisoryLock<P>> {
+    crate::input::name(template)?;
+    if template.len() > LONGEST_NAME {
+        return Err(Error::input(
+            "the name of a template must not be longer than 63 bytes",
+        ));
+    }
+    Ok(AdvisoryLock::named("diesel_interlock testing").key(template))
+}
+
+async fn create_template<S: Session>(conn: &mut S, template: &str) -> Result<()> {
+    const EXISTS: &str = "SELECT EXISTS (
+        SELECT FROM pg_catalog.pg_database AS d WHERE d.datname = $1)";
+    let exists: bool = conn
+        .one(&Statement::<Bool>::new(EXISTS, [template.into()]))
+        .await?;
+    if !exists {
+        let create = format!("CREATE DATABASE {}", quoted(template));
+        conn.batch(&create).await?;
+    }
+    Ok(())
+}
+
+fn quoted(name: &str) -> String {
+    format!("\"{}\"", name.replace('"', "\"\""))
+}
+
+/// Lets the fencing tokens of a copy continue above those of its template.
+async fn take_own_tokens<P: Pool>(pool: &P) -> Result<()> {
+    const IS_INSTALLED: &str = "SELECT pg_catalog.to_regprocedure(
+        'resource_control.set_token_base(pg_catalog.bool)') IS NOT NULL";
+    /// Null unless the role may not do that.
+    const SET_BASE: &str = "SELECT CASE WHEN resource_control.set_token_base() IS NULL THEN (
+        SELECT pg_catalog.pg_get_userbyid(n.nspowner)::pg_catalog.text
+        FROM pg_catalog.pg_namespace AS n WHERE n.nspname = 'resource_control') END";
+    let is_installed = Statement::<Bool>::new(IS_INSTALLED, []);
+    let (is_installed, _): (bool, _) = ask(pool, None, [is_installed]).await?;
+    if !is_installed {
+        return Ok(());
+    }
+    let owner = Statement::<Nullable<Text>>::new(SET_BASE, []);
+    let (owner, _): (Option<String>, _) = ask(pool, None, [owner]).await?;
+    owner.map_or(Ok(()), |owner| Err(Error::CopiedSchema { owner }))
+}
+
+/// A copy of a template, from before it is made until it is dropped.
+struct Copy<P: Pool> {
+    name: String,
+    maintenance: P,
+    runtime: <P::Mode as Mode>::Runtime,
+}
+
+impl<P: Pool> Copy<P> {
+    fn new(maintenance: &P) -> Result<Self> {
+        Ok(Self {
+            name: format!(
+                "interlock_copy_{:010}_{:016x}",
+                unix_time(),
+                fastrand::u64(..)
+            ),
+            maintenance: maintenance.clone(),
+            runtime: P::Mode::runtime()?,
+        })
+    }
+
+    /// Makes the copy, and drops what killed tests have left behind.
+    async fn create<S: Session>(&self, conn: &mut S, template: &str) -> Result<()> {
         const OLD: &str = "SELECT COALESCE(pg_catalog.array_agg(d.datname::pg_catalog.text), '{}')
             FROM pg_catalog.pg_database AS d
             WHERE substring(d.datname FROM '^interlock_copy_([0-9]{10})_[0-9a-f]{16}$')::bigint < $1
                 AND NOT EXISTS (
                     SELECT FROM pg_catalog.pg_stat_activity AS a WHERE a.datid = d.oid)";
-        P::Mode::drive(async move {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            let now = now.unwrap_or_default().as_secs();
-            let database = Self {
-                name: format!("interlock_copy_{now:010}_{:016x}", fastrand::u64(..)),
-                pool: pool.clone(),
-                runtime: P::Mode::runtime()?,
-            };
-            let mut borrowed = Borrowed::new(pool, None).await?;
-            let conn = borrowed.conn();
-            let before = now.saturating_sub(LEFT_BEHIND) as i64;
-            let old = Statement::<Array<Text>>::new(OLD, [before.into()]);
-            let old: Vec<String> = conn.one(&old).await?;
-            for name in old {
-                // Another test may be dropping it, or be connected by now.
-                let _ = conn.batch(&format!("DROP DATABASE IF EXISTS {name}")).await;
-            }
-            let template = template.replace('"', "\"\"");
-            let create = format!("CREATE DATABASE {} TEMPLATE \"{template}\"", database.name);
-            conn.batch(&create).await?;
-            Ok(database)
-        })
-    }
-
-    /// Returns the name of the database.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Returns the URL of the database, given the URL of another one on the same server.
-    pub fn url(&self, of_another: &str) -> String {
-        let (base, parameters) = match of_another.split_once('?') {
-            Some((base, parameters)) => (base, format!("?{parameters}")),
-            None => (of_another, String::new()),
-        };
-        let host = base.find("://").map_or(0, |scheme| scheme + 3);
-        let end = base[host..]
-            .find('/')
-            .map_or(base.len(), |path| host + path);
-        format!("{}/{}{parameters}", &base[..end], self.name)
+        // Materialized, so that nothing else is ended, in whatever order conditions are checked.
+        const DISCONNECT: &str = "WITH connected AS MATERIALIZED (
+                SELECT a.pid FROM pg_catalog.pg_stat_activity AS a
+                WHERE a.datname = $1 AND a.backend_type = 'client backend'
+                    AND a.datname <> pg_catalog.current_database()
+            ) SELECT pg_catalog.count(pg_catalog.pg_terminate_backend(c.pid, 60000))
+            FROM connected AS c";
+        let before = unix_time().saturating_sub(LEFT_BEHIND) as i64;
+        let old = Statement::<Array<Text>>::new(OLD, [before.into()]);
+        let old: Vec<String> = conn.one(&old).await?;
+        for name in old {
+            // Another test may be dropping it, or be connected by now.
+            let _ = conn.batch(&format!("DROP DATABASE IF EXISTS {name}")).await;
+        }
+        let disconnect = Statement::<BigInt>::new(DISCONNECT, [template.into()]);
+        let _: i64 = conn.one(&disconnect).await?;
+        let create = format!(
+            "CREATE DATABASE {} TEMPLATE {}",
+            self.name,
+            quoted(template)
+        );
+        Ok(conn.batch(&create).await?)
     }
 }
 
-impl<P: Pool> Drop for Database<P> {
+impl<P: Pool> Drop for Copy<P> {
     /// Drops the database, and ends sessions that are still connected to it.
     fn drop(&mut self) {
-        let pool = self.pool.clone();
+        let pool = self.maintenance.clone();
         let remove = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", self.name);
         P::Mode::finish_later(&self.runtime, async move {
             if let Ok(mut borrowed) = Borrowed::new(&pool, None).await {
@@ -127,7 +253,11 @@ impl<P: Pool> Drop for Database<P> {
     }
 }
 
-debug!(Database | this | name = this.name);
+/// The time in seconds since 1970, by the clock of the process.
+fn unix_time() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default().as_secs()
+}
 
 /// Changes rows, and returns how many.
 async fn change<P: Pool>(

@@ -10,7 +10,7 @@ use workbench::{Cluster, Database};
 use crate::assert_matches;
 use crate::half::{
     AdvisoryLock, Error, IS_ASYNC, LockKey, PgPool, Result, begin, check_exclusion, end, execute,
-    make_pool, on_one, pool, unchecked_pool, wait,
+    make_pool, on_all, on_one, pool, unchecked_pool, wait,
 };
 use crate::support::{
     Observer, Wanted, assert_pool_whole, eventually, foreign_holder, foreign_try, once_at_least,
@@ -240,6 +240,9 @@ fn no_setting_of_the_session_hinders_a_lock() {
             // On a machine that is too slow, the session's timeout may cancel anything.
             once_at_least(settings, || is_taken_and_refused(&lock, &pool).is_ok());
         }
+        eventually("no timeout cancels the rest", || {
+            wait(on_all(&pool, "SET statement_timeout = 0")).is_ok()
+        });
         assert_pool_whole(&pool, &database);
     }
 }

@@ -1,8 +1,10 @@
 //! The helpers for an application's own tests.
 #![cfg(feature = "testing")]
 
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use diesel::prelude::*;
 use diesel_interlock::schedule::RunDue;
 use diesel_interlock::testing::{self, depose, expire, make_due, make_tick_due, use_up};
 use workbench::Database;
@@ -13,86 +15,156 @@ use crate::support::{eventually, hourly, installed, number, run};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
+/// A copy of the template, into which each process installs, and where it records that it did.
+fn copy_of(server: &Database, maintenance: &PgPool, template: &str) -> testing::Database<PgPool> {
+    wait(testing::Database::<PgPool>::from_template(
+        maintenance,
+        template,
+        work!(|name| {
+            let url = server.url_with("dbname", name);
+            let pool = make_pool(&url, 1, Duration::from_secs(20));
+            if name == template {
+                reply!(migrations::install(&pool))?;
+                let own = "CREATE TABLE IF NOT EXISTS opened (); INSERT INTO opened DEFAULT VALUES";
+                reply!(on_first(&pool, own))?;
+            }
+            Ok::<_, Error>(pool)
+        }),
+    ))
+    .unwrap()
+}
+
+/// How many databases have this name.
+fn count(conn: &mut PgConnection, name: &str) -> i64 {
+    number(
+        conn,
+        &format!("(SELECT count(*) FROM pg_database WHERE datname = '{name}')"),
+    )
+}
+
+/// A template, which goes with the value. There is a test of the same name in each half.
+struct Template<'a>(&'a Database, String);
+
+impl<'a> Template<'a> {
+    fn of(server: &'a Database) -> Self {
+        Self(server, format!("{} template", server.name()))
+    }
+}
+
+impl Drop for Template<'_> {
+    fn drop(&mut self) {
+        let drop = format!("DROP DATABASE IF EXISTS \"{}\"", self.1);
+        run(&mut self.0.connect(), &drop);
+    }
+}
+
 #[test]
 fn a_database_is_a_copy_of_the_template_and_goes_with_its_value() {
-    let (server, template) = (Database::new(), Database::new());
-    wait(migrations::install(&pool(&template, 1))).unwrap();
-    run(
-        &mut template.connect(),
-        "CREATE TABLE users AS SELECT 7 AS id",
-    );
-    end_all(&mut server.connect(), &template);
+    let server = Database::new();
+    let template = Template::of(&server);
     let maintenance = pool(&server, 2);
-    let copies = [(); 2].map(|()| {
-        wait(testing::Database::from_template(
-            &maintenance,
-            template.name(),
-        ))
-        .unwrap()
-    });
+    let copies = [(); 2].map(|()| copy_of(&server, &maintenance, &template.1));
+    let throttle = Throttle::named("t", HOUR);
     for copy in &copies {
-        let pool = make_pool(&copy.url(&template.url()), 1, Duration::from_secs(20));
-        let throttle = Throttle::named("t", HOUR);
-        assert!(wait(throttle.attempt(&pool)).unwrap().is_granted());
+        assert!(wait(throttle.attempt(copy.pool())).unwrap().is_granted());
     }
     let names = copies.each_ref().map(|copy| copy.name().to_owned());
     assert_ne!(names[0], names[1]);
     drop(copies);
     let look = &mut server.connect();
-    eventually("they are gone, although pools were connected", || {
-        number(
-            look,
-            &format!(
-                "(SELECT count(*) FROM pg_database WHERE datname IN ('{}', '{}'))",
-                names[0], names[1]
-            ),
-        ) == 0
-    });
+    for name in names {
+        eventually("it is gone, although a pool was connected", || {
+            count(look, &name) == 0
+        });
+    }
+    assert_eq!(count(look, &template.1), 1);
+}
+
+/// One of the processes of the next test: a name of the variable, and what it contains.
+const MAINTENANCE: &str = "INTERLOCK_TEST_MAINTENANCE";
+
+#[test]
+fn a_process_of_eight_makes_databases() {
+    let Ok(url) = std::env::var(MAINTENANCE) else {
+        return; // only in a process of the next test
+    };
+    let (name, template) = url.split_once(' ').unwrap();
+    let server = Database::new();
+    let maintenance = make_pool(&server.url_with("dbname", name), 1, Duration::from_secs(60));
+    for _ in 0..3 {
+        let copy = copy_of(&server, &maintenance, template);
+        let permit = wait(Semaphore::named("geocoder", 1, HOUR).try_acquire(copy.pool()));
+        assert!(permit.unwrap().is_admitted());
+    }
 }
 
 #[test]
-fn a_copy_has_tokens_of_its_own_once_its_program_has_installed() {
-    let (server, template) = (Database::new(), Database::new());
-    let of_template = pool(&template, 1);
-    wait(migrations::install(&of_template)).unwrap();
+fn eight_processes_copy_a_template_that_none_has_made_before() {
+    let server = Database::new();
+    let template = Template::of(&server);
+    let test = module_path!().split_once("::").unwrap().1;
+    let test = format!("{test}::a_process_of_eight_makes_databases");
+    let variable = format!("{} {}", server.name(), template.1);
+    let processes: Vec<_> = (0..8)
+        .map(|_| {
+            Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", &test])
+                .env(MAINTENANCE, &variable)
+                .env("DATABASE_URL", server.url())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    for process in processes {
+        let output = process.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("1 passed"), "{text}");
+    }
+    let mut conn = PgConnection::establish(&server.url_with("dbname", &template.1)).unwrap();
+    assert_eq!(number(&mut conn, "(SELECT count(*) FROM opened)"), 24);
+}
+
+#[test]
+fn who_is_connected_to_the_template_delays_no_copy() {
+    let server = Database::new();
+    let template = Template::of(&server);
+    let maintenance = pool(&server, 2);
+    let _made = copy_of(&server, &maintenance, &template.1);
+    let url = server.url_with("dbname", &template.1);
+    let connected = &mut PgConnection::establish(&url).unwrap();
+    let _copy = copy_of(&server, &maintenance, &template.1);
+    assert!(diesel::sql_query("SELECT").execute(connected).is_err());
+}
+
+#[test]
+fn a_copy_has_tokens_of_its_own_although_its_program_does_not_install() {
+    let server = Database::new();
+    let template = Template::of(&server);
     let token_of = |pool: &PgPool| {
         let mut guard = wait(AdvisoryLock::named("t").acquire(pool)).unwrap();
         let token = wait(guard.fencing_token()).unwrap();
         wait(guard.release()).unwrap();
         token
     };
-    let largest = token_of(&of_template);
-    drop(of_template);
-    end_all(&mut server.connect(), &template);
     let maintenance = pool(&server, 1);
-    let copy = testing::Database::from_template(&maintenance, template.name());
-    let copy = wait(copy).unwrap();
-    let pool = make_pool(&copy.url(&template.url()), 1, Duration::from_secs(20));
-    assert_matches!(
-        wait(migrations::check(&pool)),
-        Err(Error::CopiedSchema { .. })
+    drop(copy_of(&server, &maintenance, &template.1));
+    let of_template = make_pool(
+        &server.url_with("dbname", &template.1),
+        1,
+        Duration::from_secs(20),
     );
-    wait(migrations::install(&pool)).unwrap();
-    wait(migrations::check(&pool)).unwrap();
-    assert!(token_of(&pool) > largest + (1 << 40));
-}
-
-/// Nobody may be connected to a template.
-fn end_all(conn: &mut diesel::PgConnection, template: &Database) {
-    eventually("nobody is connected", || {
-        let name = template.name();
-        number(
-            conn,
-            &format!(
-                "(SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = '{name}')"
-            ),
-        ) == 0
-    });
+    let largest = token_of(&of_template);
+    let copy = copy_of(&server, &maintenance, &template.1);
+    wait(migrations::check(copy.pool())).unwrap();
+    assert!(token_of(copy.pool()) > largest + (1 << 40));
 }
 
 #[test]
 fn what_a_killed_test_has_left_is_dropped_after_an_hour() {
     let server = Database::new();
+    let template = Template::of(&server);
     let conn = &mut server.connect();
     let names = [
         "interlock_copy_1000000000_0123456789abcdef",
@@ -103,38 +175,58 @@ fn what_a_killed_test_has_left_is_dropped_after_an_hour() {
         run(conn, &format!("CREATE DATABASE {name}"));
     }
     let maintenance = pool(&server, 1);
-    let copy = testing::Database::from_template(&maintenance, "template0");
-    let _copy = wait(copy).unwrap();
-    let count = |conn: &mut _, name| {
-        number(
-            conn,
-            &format!("(SELECT count(*) FROM pg_database WHERE datname = '{name}')"),
-        )
-    };
+    let _copy = copy_of(&server, &maintenance, &template.1);
     assert_eq!(names.map(|name| count(conn, name)), [0, 1]);
     run(conn, &format!("DROP DATABASE {}", names[1]));
 }
 
 #[test]
-fn urls_of_copies_keep_everything_but_the_database() {
+fn an_error_of_open_leaves_no_database() {
+    let server = Database::new();
+    let template = Template::of(&server);
+    let maintenance = pool(&server, 1);
+    let made = copy_of(&server, &maintenance, &template.1);
+    let mut name_of_copy = None;
+    let failed = wait(testing::Database::<PgPool>::from_template(
+        &maintenance,
+        &template.1,
+        work!(|name| {
+            if name == template.1 {
+                let url = server.url_with("dbname", name);
+                return Ok(make_pool(&url, 1, Duration::from_secs(20)));
+            }
+            name_of_copy = Some(name.to_owned());
+            Err(Error::TimedOut)
+        }),
+    ));
+    assert_matches!(failed, Err(Error::TimedOut));
+    let look = &mut server.connect();
+    let name = name_of_copy.unwrap();
+    eventually("it is gone", || count(look, &name) == 0);
+    assert_eq!(count(look, made.name()), 1);
+}
+
+#[test]
+fn a_template_needs_a_name_of_a_database_and_is_not_that_of_the_lock() {
     let server = Database::new();
     let maintenance = pool(&server, 1);
-    let copy = testing::Database::from_template(&maintenance, "template0");
-    let copy = wait(copy).unwrap();
-    let name = copy.name();
-    for (other, expected) in [
-        (
-            "postgres://me:pw@host:5433/app",
-            format!("postgres://me:pw@host:5433/{name}"),
-        ),
-        ("postgres://host", format!("postgres://host/{name}")),
-        (
-            "postgres:///app?host=/run/pg",
-            format!("postgres:///{name}?host=/run/pg"),
-        ),
-    ] {
-        assert_eq!(copy.url(other), expected);
+    let long = "x".repeat(64);
+    for bad in ["", "\0", &long] {
+        let refused = wait(testing::Database::<PgPool>::from_template(
+            &maintenance,
+            bad,
+            work!(|_name| Err(Error::TimedOut)),
+        ));
+        assert_matches!(refused, Err(Error::Input(_)));
     }
+    let connected = &mut server.connect();
+    let refused = wait(testing::Database::<PgPool>::from_template(
+        &maintenance,
+        server.name(),
+        work!(|_name| Ok::<_, Error>(maintenance.clone())),
+    ));
+    assert_matches!(refused, Err(Error::Database(_)));
+    run(connected, "SELECT");
 }
 
 #[test]

@@ -46,8 +46,10 @@ pub(crate) struct Observer(PgConnection);
 const THIS_DATABASE: &str = "(SELECT oid FROM pg_database WHERE datname = current_database())";
 
 impl Observer {
+    /// The settings of a database under test do not cancel what it does.
     pub(crate) fn of(database: &Database) -> Self {
-        Self(database.connect())
+        let url = database.url_with("options", "-c statement_timeout=0");
+        Self(PgConnection::establish(&url).unwrap())
     }
 
     pub(crate) fn conn(&mut self) -> &mut PgConnection {

@@ -178,12 +178,12 @@ async fn take_own_tokens<P: Pool>(pool: &P) -> Result<()> {
         SELECT pg_catalog.pg_get_userbyid(n.nspowner)::pg_catalog.text
         FROM pg_catalog.pg_namespace AS n WHERE n.nspname = 'resource_control') END";
     let is_installed = Statement::<Bool>::new(IS_INSTALLED, []);
-    let (is_installed, _): (bool, _) = ask(pool, None, [is_installed]).await?;
+    let (is_installed, _): (bool, _) = ask(pool, None, &is_installed).await?;
     if !is_installed {
         return Ok(());
     }
     let owner = Statement::<Nullable<Text>>::new(SET_BASE, []);
-    let (owner, _): (Option<String>, _) = ask(pool, None, [owner]).await?;
+    let (owner, _): (Option<String>, _) = ask(pool, None, &owner).await?;
     owner.map_or(Ok(()), |owner| Err(Error::CopiedSchema { owner }))
 }
 

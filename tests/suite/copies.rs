@@ -300,7 +300,7 @@ fn a_server_that_does_not_say_who_it_is_makes_no_copy() {
 fn tokens_restart_in_any_case_and_holders_keep_what_they_hold() {
     let database = installed();
     let (pool, conn) = (pool(&database, 8), &mut database.connect());
-    let holder = Semaphore::named("holder", 1, PATIENCE);
+    let holder = Semaphore::named("holder", 1, Duration::from_secs(3600));
     let schedule = Schedule::named("copies").after_crash(Duration::from_secs(3), 3);
     let is_first = AtomicBool::new(true);
     let work = |_attempt| is_first.swap(false, Ordering::Relaxed);

@@ -92,7 +92,7 @@ fn a_pool_without_a_connection_is_an_error_and_no_refusal() {
 #[test]
 fn a_holder_and_its_waiters_share_one_connection() {
     let database = installed();
-    let pool = pool(&database, 1);
+    let pool = make_pool(&database.url(), 1, LONG);
     let ran = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for _ in 0..8 {

@@ -61,8 +61,11 @@ fn the_page_has_every_statement_that_is_sent() {
             let (old, new): (Vec<_>, Vec<_>) =
                 blocks.into_iter().partition(|block| seen.contains(block));
             if !old.is_empty() {
+                // In order of their numbers: a loop and its work send at the same time.
                 let number = |block| seen.iter().position(|it| it == block).unwrap() + 1;
-                let old: Vec<_> = old.iter().map(|block| number(block).to_string()).collect();
+                let mut old: Vec<_> = old.iter().map(number).collect();
+                old.sort_unstable();
+                let old: Vec<_> = old.iter().map(usize::to_string).collect();
                 write!(page, "\nAs above: {}.\n", old.join(", ")).unwrap();
             }
             for block in new {

@@ -4,6 +4,7 @@ mod all;
 mod attempt;
 mod guard;
 pub(crate) mod holder;
+mod owner;
 pub(crate) mod scope;
 pub(crate) mod sql;
 mod sql_several;
@@ -17,12 +18,12 @@ use std::time::{Duration, Instant};
 pub(crate) use self::all::Locks;
 pub use self::attempt::Attempt;
 pub use self::guard::AdvisoryLockGuard;
-use self::holder::{Holder, Pooled};
+use self::holder::Holder;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
 use crate::mode::Mode;
-use crate::pool::{Pool, Reply, debug};
+use crate::pool::{Checkout, Pool, Reply, debug};
 use crate::waiting::Turns;
 
 /// A lock that one holder has at a time, or several share, among all programs that use the
@@ -288,9 +289,10 @@ impl<P: Pool> AdvisoryLock<P> {
         pool: &P,
         locks: &Locks,
         deadline: Option<Instant>,
-    ) -> Result<Holder<Pooled<P>>> {
-        let pooled = Pooled::check_out(pool, deadline).await?;
-        Ok(Holder::new(pooled, locks.clone(), self.subject()))
+    ) -> Result<Holder<Checkout<P>>> {
+        let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let checkout = Checkout::new(pool, rest).await?;
+        Ok(Holder::new(checkout, locks.clone(), self.subject()))
     }
 
     fn subject(&self) -> Subject {
@@ -302,7 +304,10 @@ impl<P: Pool> AdvisoryLock<P> {
 }
 
 #[cfg(feature = "r2d2")]
-impl AdvisoryLock<crate::pool::PgPool> {
+impl<M> AdvisoryLock<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// [Acquires](Self::acquire) the lock, runs `work` on the guard's connection, and releases the
     /// lock.
     ///
@@ -310,7 +315,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
     /// succeeds but the release fails, for example because the lock was lost, that is an error.
     pub fn with<T, E: From<Error>>(
         &self,
-        pool: &crate::pool::PgPool,
+        pool: &diesel::r2d2::Pool<M>,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
         self.acquire(pool)?.run(work)

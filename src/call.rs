@@ -21,7 +21,7 @@ use diesel::sql_types::BigInt;
 
 use crate::error::{Error, Result};
 use crate::mode::{Mode, PATIENCE};
-use crate::pool::{Borrowed, ConnectionOf, Pool};
+use crate::pool::{Checkout, ConnectionOf, Pool};
 use crate::session::{Session, classify, explain, is_closed};
 use crate::statement::Statement;
 use crate::transaction::Own;
@@ -63,8 +63,8 @@ where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    let borrowed = Borrowed::new(pool, limit).await?;
-    ask_borrowed(borrowed, pool, limit, question).await
+    let checkout = Checkout::new(pool, limit).await?;
+    ask_once(checkout, pool, limit, question).await
 }
 
 /// How many rows a statement of [`in_batches`] deletes at most.
@@ -96,12 +96,12 @@ where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    let mut borrowed = Borrowed::new(pool, limit).await?;
+    let mut checkout = Checkout::new(pool, limit).await?;
     // If the task drops it, it has already waited for the reply for long enough.
-    borrowed.discards_when_busy();
+    checkout.discards_when_dropped();
     let pool = pool.clone();
-    P::Mode::surely(&borrowed.runtime(), Some(2 * PATIENCE), async move {
-        let (reply, sent) = ask_borrowed(borrowed, &pool, limit, &statement).await?;
+    P::Mode::surely(&checkout.runtime(), Some(2 * PATIENCE), async move {
+        let (reply, sent) = ask_once(checkout, &pool, limit, &statement).await?;
         Ok(then(reply, sent))
     })
     .await
@@ -137,8 +137,8 @@ where
     }
 }
 
-async fn ask_borrowed<P: Pool, T, U>(
-    mut borrowed: Borrowed<P>,
+async fn ask_once<P: Pool, T, U>(
+    mut checkout: Checkout<P>,
     pool: &P,
     limit: Option<Duration>,
     question: &impl Question<T, U>,
@@ -147,24 +147,24 @@ where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    let mut reply = ask_session(borrowed.conn(), question).await;
+    let mut reply = ask_session(checkout.conn(), question).await;
     if let Err(Error::Database(error)) = &reply {
         if ConnectionOf::<P>::was_not_sent(error) {
-            borrowed.discard();
-            borrowed = Borrowed::new(pool, limit).await?;
-            reply = ask_session(borrowed.conn(), question).await;
+            checkout.discard();
+            checkout = Checkout::new(pool, limit).await?;
+            reply = ask_session(checkout.conn(), question).await;
         }
     }
     // Also after a replacement: after a failover, the second connection may lead to the old server.
     if matches!(reply, Err(Error::Standby)) {
         // The server has refused, so nothing was done.
-        borrowed.discard();
-        borrowed = Borrowed::new(pool, limit).await?;
-        reply = ask_session(borrowed.conn(), question).await;
+        checkout.discard();
+        checkout = Checkout::new(pool, limit).await?;
+        reply = ask_session(checkout.conn(), question).await;
     }
-    borrowed.note_reply();
-    if matches!(reply, Err(Error::DirtyConnection | Error::Standby)) {
-        borrowed.discard();
+    match reply {
+        Err(Error::DirtyConnection | Error::Standby) => checkout.discard(),
+        _ => checkout.give_back(),
     }
     reply
 }

@@ -12,7 +12,7 @@ use diesel::sql_types::{Bool, Integer, Nullable};
 
 use crate::error::{Error, Result};
 use crate::mode::Mode;
-use crate::pool::{Borrowed, Pool, Reply};
+use crate::pool::{Checkout, Pool, Reply};
 use crate::session::{Session, classify};
 use crate::statement::{Statement, is_elsewhere};
 use crate::transaction::Own;
@@ -75,13 +75,19 @@ pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
             "`check_exclusion` compares two connections: give it a pool of two or more",
         ));
     }
-    let mut first = Borrowed::new(pool, None).await?;
-    let second = Borrowed::new(pool, Some(patience));
+    let mut first = Checkout::new(pool, None).await?;
+    let second = Checkout::new(pool, Some(patience));
     let second = P::Mode::within(Some(Instant::now() + patience), second).await;
-    let mut second = second.ok_or(Error::TimedOut)??;
+    let mut second = match second.unwrap_or(Err(Error::TimedOut)) {
+        Ok(second) => second,
+        Err(error) => {
+            first.give_back();
+            return Err(error);
+        }
+    };
     let compared = compare(first.conn(), second.conn()).await;
-    first.note_reply();
-    second.note_reply();
+    first.give_back();
+    second.give_back();
     compared
 }
 
@@ -104,11 +110,11 @@ async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
         }
     }
     let number = fastrand::i64(..);
-    let first = Own::begin_borrowed(first).await?;
+    let first = Own::begin_pooled(first).await?;
     let is_first = try_lock(first.conn, number).await;
     let both = match is_first {
         Ok(true) => {
-            let second = Own::begin_borrowed(second).await?;
+            let second = Own::begin_pooled(second).await?;
             let is_second = try_lock(second.conn, number).await;
             second.end(is_second).await
         }

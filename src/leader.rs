@@ -282,7 +282,10 @@ impl<P: Pool> Term<P> {
 }
 
 #[cfg(feature = "r2d2")]
-impl Leader<crate::pool::PgPool> {
+impl<M> Leader<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Stands for the election, and calls `work` each time this instance wins.
     ///
     /// Returns after a stop, once the instance has resigned. To stop it, call [`Stop::stop`] on a
@@ -292,9 +295,9 @@ impl Leader<crate::pool::PgPool> {
     /// cannot be stopped from outside.
     pub fn lead(
         &self,
-        pool: &crate::pool::PgPool,
+        pool: &diesel::r2d2::Pool<M>,
         stop: &Stop,
-        mut work: impl FnMut(&Term<crate::pool::PgPool>),
+        mut work: impl FnMut(&Term<diesel::r2d2::Pool<M>>),
     ) -> Result<()> {
         use crate::session::now;
         while let Some((permit, term)) = now(self.campaign(pool, stop))? {

@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::event::{Event, Outcome, Subject};
 use crate::exclusion;
 use crate::mode::Mode;
-use crate::pool::{Borrowed, Pool, Reply};
+use crate::pool::{Checkout, Pool, Reply};
 use crate::session::{Session, classify, is_closed};
 use crate::statement::{Statement, own_lock};
 use crate::transaction::Own;
@@ -256,24 +256,26 @@ async fn require_no_owner<P: Pool>(pool: &P, sql: &'static str) -> Result<()> {
 }
 
 async fn run_each<P: Pool>(files: &[&File], pool: &P) -> Result<()> {
-    let mut borrowed = Borrowed::new(pool, None).await?;
+    let mut checkout = Checkout::new(pool, None).await?;
+    let mut ran = Ok(());
     for file in files {
-        let ran = file.run(borrowed.conn()).await;
-        borrowed.note_reply();
-        if matches!(ran, Err(Error::Standby)) {
-            borrowed.discard();
-            return ran;
+        ran = file.run(checkout.conn()).await;
+        if ran.is_err() {
+            break;
         }
-        ran?;
     }
-    Ok(())
+    match ran {
+        Err(Error::Standby) => checkout.discard(),
+        _ => checkout.give_back(),
+    }
+    ran
 }
 
 impl File {
     /// Runs the file at READ COMMITTED, because a stricter transaction would not see what was
     /// committed while it waited for the lock.
     async fn run<S: Session>(&self, session: &mut S) -> Result<()> {
-        let transaction = Own::begin_borrowed(session).await?;
+        let transaction = Own::begin_pooled(session).await?;
         let ran = match transaction.conn.batch(self.up).await {
             Ok(()) => Ok(()),
             Err(cause) => Err(match classify(transaction.conn, cause).await {

@@ -355,7 +355,10 @@ impl<P: Pool> Once<P> {
 }
 
 #[cfg(feature = "r2d2")]
-impl Once<crate::pool::PgPool> {
+impl<M> Once<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Runs `work` in its own transaction and stores the bytes that it returns. If the work was
     /// done before, returns the bytes of that time instead.
     ///

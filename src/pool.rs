@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 use crate::mode::{Mode, PATIENCE};
 use crate::sealed::Sealed;
-use crate::session::Session;
+use crate::session::{Session, poll_once_quietly};
 use crate::unfinished::note_closed;
 
 #[cfg(feature = "bb8")]
@@ -27,7 +27,19 @@ pub use self::deadpool::DeadPool;
 #[cfg(feature = "r2d2")]
 pub use self::r2d2::PgPool;
 
-/// A connection pool: Diesel's r2d2 pool, or diesel-async's deadpool or bb8. The trait is sealed.
+/// The error of a manager.
+#[cfg(feature = "async")]
+type Cause = Box<dyn std::error::Error + Send + Sync>;
+
+/// A connection pool: r2d2's of `PgConnection`, or deadpool's or bb8's of `AsyncPgConnection`, with
+/// any manager. The trait is sealed.
+///
+/// The handles of a pool with a manager of your own are `advisory::AdvisoryLock<MyPool>` and so on.
+/// r2d2 and bb8 ask the manager whether a connection is broken, so let its `has_broken` call
+/// Diesel's, or let the pool test its connections. For every other pool, see [*Another pool or
+/// connection*][page].
+///
+/// [page]: https://github.com/diesel-interlock/diesel_interlock/blob/main/docs/pools.md
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a pool of PostgreSQL connections that this crate knows",
     label = "not a pool of Diesel's r2d2, or of diesel-async's deadpool or bb8",
@@ -82,22 +94,16 @@ macro_rules! debug {
 }
 pub(crate) use debug;
 
-/// Takes a connection. If its session is known to have ended, takes another one instead: nothing
-/// was sent on the first.
-pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Result<P::Pinned> {
-    loop {
-        let mut conn = pool.check_out(limit).await?;
-        if !conn.is_closed() {
-            return Ok(conn);
-        }
-        conn.discard();
-    }
-}
-
 /// A connection from a [`Pool`].
 pub trait PoolConnection: Sealed + DerefMut + Send + 'static {
     /// Discards the connection: its session ends, and it is not returned to its pool.
     fn discard(self);
+
+    /// Whether [`discard`](Self::discard) surely closes the connection. Otherwise the pool asks a
+    /// manager of the application's own whether the connection is broken, and the manager may not
+    /// notice that.
+    #[doc(hidden)]
+    fn is_surely_closed() -> bool;
 }
 
 /// What an operation on a pool `P` returns: a [`Result<T>`] with r2d2, and a future of a
@@ -108,91 +114,115 @@ pub type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, Result<T>>;
 /// and bb8.
 pub type ConnectionOf<P> = <<P as Pool>::Mode as Mode>::Connection;
 
-/// A pooled connection for a few statements. Its drop returns it to the pool, unless a transaction
-/// was left open on it. If the reply to a statement was not read, the drop waits for the reply
-/// first.
-pub(crate) struct Borrowed<P: Pool> {
+/// A connection that was taken out of its pool. **The only place where a pooled connection is
+/// discarded.** [`give_back`](Self::give_back) returns it once the reply to each statement was
+/// read. A drop before that waits for the reply, and discards the connection if none comes.
+pub(crate) struct Checkout<P: Pool> {
+    /// `None` once it was given back or discarded.
     conn: Option<P::Pinned>,
     runtime: <P::Mode as Mode>::Runtime,
-    /// Whether the reply to a statement was not read.
-    is_busy: bool,
-    /// Whether a drop waits for that reply.
+    /// Whether a drop waits for a reply.
     waits: bool,
 }
 
-impl<P: Pool> Borrowed<P> {
+impl<P: Pool> Checkout<P> {
+    /// Takes a connection. If its session is known to have ended, takes another one instead:
+    /// nothing was sent on the first. A manager that does not notice the end may give out the same
+    /// one again, so this tries as often as the pool is large.
     pub(crate) async fn new(pool: &P, limit: Option<Duration>) -> Result<Self> {
         let runtime = P::Mode::runtime()?;
-        Ok(Self {
-            conn: Some(check_out(pool, limit).await?),
-            runtime,
-            is_busy: false,
-            waits: true,
-        })
+        let mut others = 0..pool.max_size();
+        loop {
+            let conn = Some(pool.check_out(limit).await?);
+            let mut checkout = Self {
+                conn,
+                runtime: runtime.clone(),
+                waits: true,
+            };
+            if !(checkout.conn().is_closed() && others.next().is_some()) {
+                return Ok(checkout);
+            }
+            checkout.discard();
+        }
     }
 
-    /// The connection, for a statement that is about to be sent. Call
-    /// [`note_reply`](Self::note_reply) once the reply was read.
     pub(crate) fn conn(&mut self) -> &mut ConnectionOf<P> {
-        // The worst case, until `note_reply`.
-        self.is_busy = true;
         self.conn
             .as_mut()
-            .unwrap_or_else(|| unreachable!("only the drop takes it"))
+            .unwrap_or_else(|| unreachable!("only what consumes the check-out takes it"))
     }
 
-    pub(crate) const fn discards_when_busy(&mut self) {
-        self.waits = false;
-    }
-
-    pub(crate) const fn note_reply(&mut self) {
-        self.is_busy = false;
-    }
-
-    /// The runtime on which the connection was borrowed.
+    /// The runtime on which the connection was taken.
     pub(crate) fn runtime(&self) -> <P::Mode as Mode>::Runtime {
         self.runtime.clone()
     }
 
-    /// Ends the session.
+    pub(crate) const fn discards_when_dropped(&mut self) {
+        self.waits = false;
+    }
+
+    /// Returns the connection to the pool, or discards it if a transaction was left open on it.
+    pub(crate) fn give_back(mut self) {
+        if self.conn().transaction().is_none() {
+            let conn = self.conn.take();
+            P::Mode::inside(&self.runtime, || drop(conn));
+        } else {
+            self.discard();
+            note_closed();
+        }
+    }
+
+    /// Discards the connection: its session ends.
     pub(crate) fn discard(mut self) {
+        self.discard_by(END);
+    }
+
+    /// Discards the connection. If its manager may not notice that, the statement ends the session.
+    pub(crate) fn discard_by(&mut self, end_session: &str) {
+        if !P::Pinned::is_surely_closed() && !self.conn().is_closed() {
+            // One poll sends the statement, and a blocking session also replies.
+            let _ = poll_once_quietly(self.conn().batch(end_session));
+        }
+        self.mark();
+    }
+
+    /// Discards the connection, but ends no session by a statement, because the statement could run
+    /// on the session of somebody else.
+    pub(crate) fn mark(&mut self) {
         let conn = self.conn.take();
         P::Mode::inside(&self.runtime, || conn.map(PoolConnection::discard));
     }
 }
 
-impl<P: Pool> Drop for Borrowed<P> {
+/// Ends the session that runs this. An aborted transaction accepts nothing but the `ROLLBACK`.
+const END: &str = "ROLLBACK; \
+     SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
+
+impl<P: Pool> Drop for Checkout<P> {
     fn drop(&mut self) {
-        let Some(mut conn) = self.conn.take() else {
+        if self.conn.is_none() {
             return;
-        };
-        if self.is_busy && self.waits && !std::thread::panicking() {
+        }
+        if self.waits && !std::thread::panicking() {
             let busy = Self {
-                conn: Some(conn),
+                conn: self.conn.take(),
                 runtime: self.runtime.clone(),
-                is_busy: true,
                 waits: false,
             };
             return P::Mode::finish_later(&self.runtime, read_reply(busy));
         }
-        P::Mode::inside(&self.runtime, || {
-            if !self.is_busy && conn.transaction().is_none() {
-                drop(conn);
-            } else {
-                conn.discard();
-                note_closed();
-            }
-        });
+        self.discard_by(END);
+        note_closed();
     }
 }
 
 /// Waits for the reply to the statement of a dropped future, so that the pool gives nobody a
 /// connection on which the server is silent.
-async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
+async fn read_reply<P: Pool>(mut checkout: Checkout<P>) {
     let deadline = Some(Instant::now() + PATIENCE);
-    let replied = P::Mode::within(deadline, borrowed.conn().batch("")).await;
-    // Otherwise the drop of `borrowed` discards the connection.
+    let replied = P::Mode::within(deadline, checkout.conn().batch("")).await;
+    // Otherwise the drop discards the connection.
     if matches!(replied, Some(Ok(()))) {
-        borrowed.note_reply();
+        checkout.give_back();
     }
 }

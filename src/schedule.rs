@@ -281,15 +281,18 @@ impl<P: Pool> Schedule<P> {
 }
 
 #[cfg(feature = "r2d2")]
-impl Schedule<crate::pool::PgPool> {
+impl<M> Schedule<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Looks once, and runs the tick that is due, unless another instance is running it.
     ///
     /// If `work` returns an error, its text is stored.
     pub fn run_due<E: fmt::Display>(
         &self,
-        pool: &crate::pool::PgPool,
+        pool: &diesel::r2d2::Pool<M>,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
-        work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
+        work: impl FnOnce(&Tick<diesel::r2d2::Pool<M>>) -> Result<(), E>,
     ) -> Result<RunDue> {
         self.look_blocking(pool, &mut Looks::once(), &next, work)
     }
@@ -299,10 +302,10 @@ impl Schedule<crate::pool::PgPool> {
     /// A stop lets the present run end. Call [`Stop::stop`] on a clone when SIGTERM arrives.
     pub fn run<E: fmt::Display>(
         &self,
-        pool: &crate::pool::PgPool,
+        pool: &diesel::r2d2::Pool<M>,
         stop: &Stop,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
-        mut work: impl FnMut(&Tick<crate::pool::PgPool>) -> Result<(), E>,
+        mut work: impl FnMut(&Tick<diesel::r2d2::Pool<M>>) -> Result<(), E>,
     ) -> Result<()> {
         let mut looks = Looks::of_a_loop(Some(mode::PATIENCE_OF_A_LOOP));
         while !stop.is_stopped() {
@@ -319,10 +322,10 @@ impl Schedule<crate::pool::PgPool> {
 
     fn look_blocking<E: fmt::Display>(
         &self,
-        pool: &crate::pool::PgPool,
+        pool: &diesel::r2d2::Pool<M>,
         looks: &mut Looks,
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
-        work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
+        work: impl FnOnce(&Tick<diesel::r2d2::Pool<M>>) -> Result<(), E>,
     ) -> Result<RunDue> {
         use crate::session::now;
         match now(self.step(pool, looks, next))? {

@@ -390,15 +390,18 @@ const fn was_in_flight(was_in_flight: &bool) -> &'static str {
 }
 
 #[cfg(feature = "r2d2")]
-impl Semaphore<crate::pool::PgPool> {
+impl<M> Semaphore<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// [Acquires](Self::acquire) a permit, runs `work`, and releases the permit.
     ///
     /// If `work` returns an error, the permit is released as by a drop. If the permit expired and
     /// `work` succeeded, the result is an error.
     pub fn with<T, E: From<Error>>(
         &self,
-        pool: &crate::pool::PgPool,
-        work: impl FnOnce(&Permit<crate::pool::PgPool>) -> Result<T, E>,
+        pool: &diesel::r2d2::Pool<M>,
+        work: impl FnOnce(&Permit<diesel::r2d2::Pool<M>>) -> Result<T, E>,
     ) -> Result<T, E> {
         self.acquire(pool)?.run(work)
     }

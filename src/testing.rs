@@ -38,7 +38,7 @@ use crate::error::{Error, Result};
 use crate::input::interval;
 use crate::leader::Leader;
 use crate::mode::Mode;
-use crate::pool::{Borrowed, Pool, Reply, debug};
+use crate::pool::{Checkout, Pool, Reply, debug};
 use crate::rate_limit::RateLimit;
 use crate::schedule::Schedule;
 use crate::semaphore::Semaphore;
@@ -245,9 +245,9 @@ impl<P: Pool> Drop for Copy<P> {
         let pool = self.maintenance.clone();
         let remove = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", self.name);
         P::Mode::finish_later(&self.runtime, async move {
-            if let Ok(mut borrowed) = Borrowed::new(&pool, None).await {
-                let _ = borrowed.conn().batch(&remove).await;
-                borrowed.note_reply();
+            if let Ok(mut checkout) = Checkout::new(&pool, None).await {
+                let _ = checkout.conn().batch(&remove).await;
+                checkout.give_back();
             }
         });
     }

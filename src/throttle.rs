@@ -173,12 +173,15 @@ impl<P: Pool> Throttle<P> {
 }
 
 #[cfg(feature = "r2d2")]
-impl Throttle<crate::pool::PgPool> {
+impl<M> Throttle<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is
     /// spent even if `work` fails.
     pub fn run<T, E: From<Error>>(
         &self,
-        pool: &crate::pool::PgPool,
+        pool: &diesel::r2d2::Pool<M>,
         work: impl FnOnce() -> Result<T, E>,
     ) -> Result<Decision<T>, E> {
         Ok(match self.attempt(pool)? {

@@ -97,7 +97,7 @@ impl<'c, S: Session> Own<'c, S> {
     }
 
     /// As [`begin`](Self::begin), on a connection from a pool.
-    pub(crate) async fn begin_borrowed(conn: &'c mut S) -> Result<Self> {
+    pub(crate) async fn begin_pooled(conn: &'c mut S) -> Result<Self> {
         Self::begin(conn).await.map_err(|error| match error {
             Error::InsideTransaction => Error::DirtyConnection,
             error => error,

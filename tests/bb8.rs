@@ -23,6 +23,8 @@
 #[path = "half/asynchronous.rs"]
 #[macro_use]
 mod half;
+#[path = "half/bb8.rs"]
+mod over;
 mod support;
 
 mod asynchronous {
@@ -57,45 +59,21 @@ mod suite {
 
 /// The pool under test.
 mod pool {
-    use std::time::{Duration, Instant};
-
     use diesel_async::AsyncPgConnection;
     use diesel_async::pooled_connection::AsyncDieselConnectionManager;
     pub(crate) use diesel_interlock::bb8::*;
 
-    /// A pool of at most `size` connections, from which a check-out waits for at most `patience`.
-    pub(crate) fn make(url: &str, size: u32, patience: Duration) -> PgPool {
-        let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
-        PgPool::builder()
-            .max_size(size)
-            .connection_timeout(patience)
-            .build_unchecked(manager)
-    }
+    pub(crate) use crate::over::*;
 
-    pub(crate) fn max_size(pool: &PgPool) -> u32 {
-        // bb8 does not tell.
-        pool.state().connections.max(1)
+    /// Whether the manager notices that a connection is marked as broken.
+    pub(crate) const NOTICES_BROKEN: bool = true;
+
+    pub(crate) fn manager(url: &str) -> AsyncDieselConnectionManager<AsyncPgConnection> {
+        AsyncDieselConnectionManager::new(url)
     }
 
     /// A pool that does not check its connections.
     pub(crate) fn unchecked(database: &workbench::Endpoint, size: u32) -> PgPool {
         database.bb8(size)
-    }
-
-    /// Whether a connection leaves the pool whose check was dropped and has no reply.
-    pub(crate) const ENDS_DROPPED_CHECKS: bool = false;
-
-    /// Takes a connection.
-    pub(crate) async fn get(
-        pool: &PgPool,
-    ) -> impl std::ops::DerefMut<Target = AsyncPgConnection> + use<> {
-        // Which may be impatient, and slow.
-        let end = Instant::now() + Duration::from_secs(60);
-        loop {
-            match pool.get_owned().await {
-                Err(_) if Instant::now() < end => {}
-                got => return got.expect("the pool has a connection"),
-            }
-        }
     }
 }

@@ -4,11 +4,11 @@
 //! guard's connection, and the method says so at the call.
 
 use super::attempt::Attempt;
-use super::holder::{Holder, Pooled};
+use super::holder::Holder;
 use crate::error::{Error, Result};
 use crate::key::LockKey;
 use crate::mode::Mode;
-use crate::pool::{ConnectionOf, Pool, Reply, debug};
+use crate::pool::{Checkout, ConnectionOf, Pool, Reply, debug};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
 
@@ -27,10 +27,10 @@ use crate::session::now;
 /// [`release`](Self::release) reports it, and a [`Fence`](crate::Fence) protects data in the
 /// database.
 #[must_use = "if unused, the lock is released at once"]
-pub struct AdvisoryLockGuard<P: Pool>(Holder<Pooled<P>>);
+pub struct AdvisoryLockGuard<P: Pool>(Holder<Checkout<P>>);
 
 impl<P: Pool> AdvisoryLockGuard<P> {
-    pub(super) fn new(mut holder: Holder<Pooled<P>>) -> Self {
+    pub(super) fn new(mut holder: Holder<Checkout<P>>) -> Self {
         holder.begin_holding();
         Self(holder)
     }
@@ -80,7 +80,10 @@ impl<P: Pool> AdvisoryLockGuard<P> {
 }
 
 #[cfg(feature = "r2d2")]
-impl AdvisoryLockGuard<crate::pool::PgPool> {
+impl<M> AdvisoryLockGuard<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
     ///
     /// If `work` fails, its error is returned, and what it has left open is rolled back. If `work`
@@ -114,7 +117,10 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLockGuard<P> {
 }
 
 #[cfg(feature = "r2d2")]
-impl Attempt<AdvisoryLockGuard<crate::pool::PgPool>> {
+impl<M> Attempt<AdvisoryLockGuard<diesel::r2d2::Pool<M>>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Runs `work` and releases the lock, if the lock was acquired.
     pub fn run<T, E: From<Error>>(
         self,

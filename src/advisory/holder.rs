@@ -1,11 +1,5 @@
-//! The holder of locks: a connection, what its session may hold, and what a drop does about that.
-//! **The one place where the connection of a lock is discarded.**
-//!
-//! **Discard a connection instead of repairing it.** To repair a connection, the crate would have
-//! to know the state of its session, and that is what it does not know. Ending the session
-//! certainly frees its locks, and the pool replaces the connection. The crate cannot discard a
-//! connection of the caller, so where the state of that session is uncertain, the crate ends the
-//! session.
+//! The holder of locks: a connection, and what its session may hold. What a drop does about that is
+//! in `owner.rs`.
 
 use std::time::{Duration, Instant};
 
@@ -15,17 +9,15 @@ use diesel::pg::Pg;
 use diesel::result::QueryResult;
 
 use super::all::{Busy, Locks};
+use super::owner::Owner;
 use super::sql::{self, Released, Tried};
 use super::sql_several::Drawn;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::metrics::Raised;
-use crate::mode::{Mode, PATIENCE};
-use crate::pool::{Pool, PoolConnection, check_out};
-use crate::session::{Session, Transaction, classify, explain, has_ended, poll_once_quietly};
+use crate::session::{Session, Transaction, classify, explain, has_ended};
 use crate::statement::Statement;
 use crate::transaction::refusal;
-use crate::unfinished::note_closed;
 use crate::waiting::{self, Turns, What};
 
 /// A connection, and the locks that its session may hold. Its drop releases the locks, in the way
@@ -34,16 +26,6 @@ pub(crate) struct Holder<C: Owner>(
     /// `None` once the drop has taken it.
     Option<(C, Held)>,
 );
-
-/// The owner of the connection, a pool or the caller, which decides what a drop does.
-pub(crate) trait Owner: Send + Sized {
-    type Session: Session;
-
-    fn session(&mut self) -> &mut Self::Session;
-
-    /// Releases what the session may hold, on behalf of a drop.
-    fn leave(self, held: Held);
-}
 
 /// What a session may hold.
 pub(crate) struct Held {
@@ -62,7 +44,7 @@ pub(crate) struct Held {
 /// and corrected only after its reply, so a future that is dropped in between leaves the worst
 /// case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Holds {
+pub(crate) enum Holds {
     Nothing,
     /// A try, a wait or, on the session with this pid, a release was sent, and its reply was not
     /// read.
@@ -70,9 +52,20 @@ pub(super) enum Holds {
     /// All locks are held, by the session with this pid.
     Held(i32),
     /// No statement can do anything more, so the session must end: the one with this pid, or none
-    /// that the crate may end, because another session replied to the release, the server is a
-    /// standby, or a drop has already tried.
+    /// that the crate may end, because another session replied to the release, or a drop has
+    /// already tried.
     Doomed(Option<i32>),
+}
+
+impl Holds {
+    /// The same session, with which no statement can do anything more.
+    pub(super) const fn doomed(self) -> Self {
+        match self {
+            Self::Unsure(pid) => Self::Doomed(pid),
+            Self::Held(pid) => Self::Doomed(Some(pid)),
+            Self::Nothing | Self::Doomed(_) => self,
+        }
+    }
 }
 
 /// Wakes a waiter of this process for each lock when it is dropped.
@@ -195,7 +188,6 @@ impl<C: Owner> Holder<C> {
             if matches!(error, Error::Standby) {
                 // So that its pool closes the connection, even if it is the caller who took it from
                 // the pool.
-                self.held().holds = Holds::Doomed(None);
                 self.conn().mark_broken();
             }
         })?;
@@ -276,11 +268,10 @@ impl<C: Owner> Holder<C> {
                     return Err(Error::LockLost(locks.to_string()));
                 }
                 let anew: QueryResult<Released> = self.conn().one(&locks.release(pid).anew()).await;
-                // Diesel still counts on what `DISCARD ALL` or `DEALLOCATE ALL` has dropped, so the
-                // pool's connection is discarded.
+                // `DISCARD ALL` or `DEALLOCATE ALL` may have dropped what Diesel has prepared.
                 match anew {
                     Ok(released) if released.were_held.is_some() => {
-                        self.held().holds = Holds::Doomed(None);
+                        self.held().holds = C::without_statements(pid);
                         all_held(&released)
                     }
                     _ => Err(Error::ReleaseFailed {
@@ -307,7 +298,7 @@ impl<C: Owner> Holder<C> {
     }
 
     /// Releases what a try may have taken, or a release may have left.
-    async fn undo(&mut self, dropped: Holds) {
+    pub(super) async fn undo(&mut self, dropped: Holds) {
         let locks = self.locks();
         if let Holds::Unsure(Some(_)) = dropped {
             // A future that is dropped in the middle of its prepare leaves a statement to the
@@ -397,7 +388,18 @@ impl Held {
         self.released = taken.ok().map(|_| WakesWaiters(self.locks.clone()));
     }
 
-    fn report_end(
+    /// The drop wakes others, too, who may have been refused because of a try.
+    pub(super) fn wakes_others(&mut self) {
+        let released = || WakesWaiters(self.locks.clone());
+        self.released.get_or_insert_with(released);
+    }
+
+    /// When the locks were taken, if their end is still to be reported.
+    pub(super) const fn take_since(&mut self) -> Option<Instant> {
+        self.since.take()
+    }
+
+    pub(super) fn report_end(
         &self,
         operation: &'static str,
         began: Instant,
@@ -415,136 +417,5 @@ impl<C: Owner> Drop for Holder<C> {
         if let Some((owner, held)) = self.0.take() {
             owner.leave(held);
         }
-    }
-}
-
-/// A connection from a pool, which is returned only if its session surely holds nothing.
-pub(crate) struct Pooled<P: Pool> {
-    conn: P::Pinned,
-    runtime: <P::Mode as Mode>::Runtime,
-}
-
-impl<P: Pool> Pooled<P> {
-    pub(super) async fn check_out(pool: &P, deadline: Option<Instant>) -> Result<Self> {
-        let runtime = P::Mode::runtime()?;
-        let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        let conn = check_out(pool, rest).await?;
-        Ok(Self { conn, runtime })
-    }
-}
-
-impl<P: Pool> Owner for Pooled<P> {
-    type Session = <P::Mode as Mode>::Connection;
-
-    fn session(&mut self) -> &mut Self::Session {
-        &mut self.conn
-    }
-
-    fn leave(mut self, mut held: Held) {
-        let runtime = self.runtime.clone();
-        match held.holds {
-            Holds::Nothing if self.conn.transaction().is_none() => {
-                P::Mode::inside(&runtime, || drop(self.conn));
-            }
-            holds @ (Holds::Unsure(_) | Holds::Held(_)) => {
-                // With this note, the drop of the new holder discards the connection, unless
-                // `finish` has released the locks by then.
-                held.holds = Holds::Doomed(None);
-                // Others may have been refused because of a try, so they are woken after it, too.
-                let released = || WakesWaiters(held.locks.clone());
-                held.released = Some(held.released.take().unwrap_or_else(released));
-                let mut holder = Holder::of(self, held);
-                P::Mode::finish_later(&runtime, async move { holder.finish(holds).await });
-            }
-            holds => {
-                P::Mode::inside(&runtime, || self.conn.discard());
-                if holds != Holds::Nothing {
-                    note_closed();
-                }
-            }
-        }
-    }
-}
-
-impl<P: Pool> Holder<Pooled<P>> {
-    /// Releases the locks after the work, before it returns, so that a try right after it finds
-    /// them free. After a success it returns the errors of the release; after a failure it releases
-    /// as a drop does.
-    pub(super) async fn release_after<T, E: From<Error>>(
-        mut self,
-        outcome: Result<T, E>,
-    ) -> Result<T, E> {
-        if outcome.is_ok() {
-            self.release_and_report("release").await?;
-        } else {
-            let holds = std::mem::replace(&mut self.held().holds, Holds::Doomed(None));
-            self.finish(holds).await;
-        }
-        outcome
-    }
-
-    /// Releases what a failed work, a dropped guard or a dropped try holds, after whatever still
-    /// runs on its connection, and ends a transaction that plain SQL has left open. Without a reply
-    /// in time, the connection is closed: the server then ends what runs, and frees what is held.
-    async fn finish(&mut self, holds: Holds) {
-        let (began, deadline) = (Instant::now(), Some(Instant::now() + PATIENCE));
-        let since = self.held().since.take();
-        // Until the release begins, the connection is to be discarded: a runtime without timers
-        // panics before that, and the unwinding must not come here again.
-        let release = async {
-            self.conn().end_unseen_transaction();
-            if let Holds::Held(_) = holds {
-                // `release` needs the state before the drop, and notes the worst case itself.
-                self.held().holds = holds;
-                self.release().await
-            } else {
-                self.undo(holds).await;
-                Ok(())
-            }
-        };
-        let released = P::Mode::within(deadline, release).await;
-        if released.is_none() || self.held().holds != Holds::Nothing {
-            self.held().holds = Holds::Doomed(None);
-        }
-        let released = released.unwrap_or(Err(Error::TimedOut));
-        self.held().report_end("drop", began, since, &released);
-    }
-}
-
-/// A connection of the caller, which the crate cannot discard. So if the release is not certain,
-/// the session is ended by a statement.
-impl<S: Session> Owner for &mut S {
-    type Session = S;
-
-    fn session(&mut self) -> &mut S {
-        self
-    }
-
-    /// One poll is enough: a blocking session replies at once, and an asynchronous session queues
-    /// the message behind those that were sent before.
-    fn leave(self, mut held: Held) {
-        let began = Instant::now();
-        let (release, pid) = match held.holds {
-            Holds::Nothing | Holds::Doomed(None) => return,
-            Holds::Held(pid) => (Some(held.locks.late_release(pid)), pid),
-            Holds::Unsure(pid) => (Some(held.locks.late_undo()), pid.unwrap_or(0)),
-            Holds::Doomed(Some(pid)) => (None, pid),
-        };
-        let release = release.filter(|_| self.transaction().is_none());
-        self.end_unseen_transaction();
-        let released = match release.map(|release| poll_once_quietly(self.batch(&release))) {
-            Some(Ok(None | Some(Ok(())))) => Ok(()),
-            Some(Ok(Some(Err(error)))) => Err(error.into()),
-            // The connection's instrumentation has panicked.
-            Some(Err(_)) => Err(Error::TimedOut),
-            None => Err(Error::TransactionLeftOpen(held.locks.to_string())),
-        };
-        if released.is_err() {
-            let _ = poll_once_quietly(self.batch(&sql::end_session(pid)));
-            self.mark_broken();
-            note_closed();
-        }
-        let since = held.since.take();
-        held.report_end("drop", began, since, &released);
     }
 }

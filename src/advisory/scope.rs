@@ -17,8 +17,6 @@ use crate::event::Subject;
 #[cfg(feature = "async")]
 use crate::mode::Async;
 use crate::mode::Mode;
-#[cfg(feature = "r2d2")]
-use crate::pool::PgPool;
 use crate::pool::{ConnectionOf, Pool};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
@@ -29,7 +27,10 @@ use crate::waiting::Turns;
 const LONG: Duration = Duration::from_secs(5);
 
 #[cfg(feature = "r2d2")]
-impl AdvisoryLock<PgPool> {
+impl<M> AdvisoryLock<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Takes the session lock on the caller's connection, runs `work`, and releases the lock.
     ///
     /// [Waits](Self#waiting) while others hold the lock. If the lock is free: two round trips in

@@ -186,7 +186,10 @@ impl<S: Session> Drop for Pending<'_, S> {
 }
 
 #[cfg(feature = "r2d2")]
-impl AdvisoryLock<crate::pool::PgPool> {
+impl<M> AdvisoryLock<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits.
     ///
     /// Waits while others hold the lock. Rolls back if `work` fails or panics. Inside the

@@ -1,8 +1,9 @@
+use std::any::TypeId;
 use std::future::ready;
 use std::time::Duration;
 
 use diesel::PgConnection;
-use diesel::r2d2::{self, ConnectionManager, PooledConnection};
+use diesel::r2d2::{self, ConnectionManager, ManageConnection, PooledConnection};
 
 use super::{Pool, PoolConnection};
 use crate::error::{Error, Result};
@@ -16,13 +17,13 @@ pub type PgPool = r2d2::Pool<ConnectionManager<PgConnection>>;
 /// r2d2 adds the timeout to the current time, which overflows for a very long one. So it is capped.
 const YEAR: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
-impl Sealed for PgPool {}
+impl<M: ManageConnection<Connection = PgConnection>> Sealed for r2d2::Pool<M> {}
 
-impl Sealed for PooledConnection<ConnectionManager<PgConnection>> {}
+impl<M: ManageConnection<Connection = PgConnection>> Sealed for PooledConnection<M> {}
 
-impl Pool for PgPool {
+impl<M: ManageConnection<Connection = PgConnection>> Pool for r2d2::Pool<M> {
     type Mode = Blocking;
-    type Pinned = PooledConnection<ConnectionManager<PgConnection>>;
+    type Pinned = PooledConnection<M>;
 
     fn check_out(
         &self,
@@ -47,9 +48,13 @@ impl Pool for PgPool {
     }
 }
 
-impl PoolConnection for PooledConnection<ConnectionManager<PgConnection>> {
+impl<M: ManageConnection<Connection = PgConnection>> PoolConnection for PooledConnection<M> {
     /// Nothing may be sent after the mark: a reply would clear it.
     fn discard(mut self) {
         self.mark_broken();
+    }
+
+    fn is_surely_closed() -> bool {
+        TypeId::of::<M>() == TypeId::of::<ConnectionManager<PgConnection>>()
     }
 }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input::difference;
 use crate::mode::Mode;
-use crate::pool::{Borrowed, Pool, Reply};
+use crate::pool::{Checkout, Pool, Reply};
 use crate::session::Session;
 use crate::transaction::Own;
 
@@ -160,11 +160,14 @@ type Spending<'k, P> = Result<Vec<(PgTimestamp, KeyState)>, Unspent<'k, P>>;
 
 /// Spends all costs in one transaction.
 async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
-    let mut borrowed = Borrowed::new(pool, None).await?;
-    let transaction = Own::begin_borrowed(borrowed.conn()).await?;
-    let spent = spend_on(keys, transaction.conn).await;
-    let spent = transaction.end(spent).await;
-    borrowed.note_reply();
+    let mut checkout = Checkout::new(pool, None).await?;
+    let spent = async {
+        let transaction = Own::begin_pooled(checkout.conn()).await?;
+        let spent = spend_on(keys, transaction.conn).await;
+        transaction.end(spent).await
+    };
+    let spent = spent.await;
+    checkout.give_back();
     spent
 }
 

@@ -85,11 +85,14 @@ impl Full {
 }
 
 #[cfg(feature = "r2d2")]
-impl Admission<Permit<crate::pool::PgPool>> {
+impl<M> Admission<Permit<diesel::r2d2::Pool<M>>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Runs `work` if there is a permit, and then releases the permit.
     pub fn run<T, E: From<Error>>(
         self,
-        work: impl FnOnce(&Permit<crate::pool::PgPool>) -> Result<T, E>,
+        work: impl FnOnce(&Permit<diesel::r2d2::Pool<M>>) -> Result<T, E>,
     ) -> Result<Admission<T>, E> {
         match self {
             Self::Admitted(permit) => permit.run(work).map(Admission::Admitted),

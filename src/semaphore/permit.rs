@@ -250,7 +250,10 @@ debug!(
 );
 
 #[cfg(feature = "r2d2")]
-impl Permit<crate::pool::PgPool> {
+impl<M> Permit<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Runs `work`, releases the permit, and returns the value of `work`.
     ///
     /// If the permit expired and `work` succeeded, the result is an error. In each case the slot is

@@ -8,8 +8,8 @@ use tokio::runtime::{Builder, Runtime};
 use workbench::Database;
 
 use crate::half::{
-    Admission, AdvisoryLock, Error, Leader, LockKey, Once, PgPool, Quota, RateLimit, Semaphore,
-    Throttle, execute, make_pool, polled,
+    Admission, AdvisoryLock, Error, Leader, LockKey, NOTICES_BROKEN, Once, PgPool, Quota,
+    RateLimit, Semaphore, Throttle, execute, make_pool, polled,
 };
 use crate::support::{
     IN_FLIGHT, Observer, assert_few_are_prepared, eventually, foreign_holder, installed, number,
@@ -205,6 +205,9 @@ fn wait_for(held: &AdvisoryLock, waits: impl AsyncFn(&PgPool, usize) + Sync) {
 
 #[test]
 fn waits_for_several_locks_of_which_another_holds_one() {
+    if !NOTICES_BROKEN {
+        return; // the pool lends the marked connection again, as it does after Diesel's own transactions
+    }
     let all = several();
     wait_for(&LOCK.key(1), async |pool, polls| {
         let timeout = Duration::from_millis(10 * polls as u64);
@@ -337,6 +340,9 @@ fn scopes_and_transactions_on_a_lent_connection() {
 
 #[test]
 fn work_that_is_done_once() {
+    if !NOTICES_BROKEN {
+        return; // the pool lends the marked connection again, as it does after Diesel's own transactions
+    }
     let database = installed();
     run(&mut database.connect(), "CREATE TABLE written ()");
     try_all(&database, |pool| async move {

@@ -77,10 +77,7 @@ fn with_a_paused_clock_tries_releases_drops_and_once_work() {
 }
 
 fn paused(url: &str) -> PgPool {
-    use diesel_async::AsyncPgConnection;
-    use diesel_async::pooled_connection::AsyncDieselConnectionManager;
-    let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
-    PgPool::builder(manager).max_size(3).build().unwrap()
+    PgPool::builder(manager(url)).max_size(3).build().unwrap()
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The half of the crate under test: the blocking one, over r2d2.
+//! The half of the crate under test: the blocking one, over r2d2. Which manager, the crate's `pool` says.
 //!
 //! A file of the suite takes from here what differs between the halves: the handles and their pool, [`wait`], the macros
 //! `reply!` and `work!`, and [`execute`].
@@ -8,9 +8,19 @@ use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel::r2d2::{ConnectionManager, Pool};
-pub(crate) use diesel_interlock::*;
+use diesel::r2d2::Pool;
+// Everything but the handles, which are those of the pool.
+#[cfg(feature = "metrics")]
+pub(crate) use diesel_interlock::describe_metrics;
+pub(crate) use diesel_interlock::{
+    Admission, Attempt, Blocking, Check, ConnectionOf, Decision, DeclaredResources, Done, Error,
+    Full, LocalCheck, LockId, LockKey, Mode, PoolConnection, Quota, Reply, Result, Stop,
+    ThrottledResource, advisory, check_exclusion, drain, fence, leader, migrations, monitor, once,
+    prune, rate_limit, schedule, schema, semaphore, testing, throttle, throttled_resources,
+};
 use workbench::Database;
+
+pub(crate) use crate::pool::*;
 
 pub(crate) type Conn = PgConnection;
 
@@ -57,7 +67,7 @@ pub(crate) fn make_pool(url: &str, size: u32, patience: Duration) -> PgPool {
         .max_size(size)
         .min_idle(Some(0))
         .connection_timeout(patience)
-        .build_unchecked(ConnectionManager::new(url))
+        .build_unchecked(manager(url))
 }
 
 /// A pool of at most `size` connections.
@@ -96,12 +106,12 @@ pub(crate) fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
     get(pool).batch_execute(sql)
 }
 
-/// A pool that does not test its connections.
+/// A pool that does not test its connections, unless nothing else notices that they are broken.
 pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
     Pool::builder()
         .max_size(size)
-        .test_on_check_out(false)
-        .build(ConnectionManager::new(database.url()))
+        .test_on_check_out(!NOTICES_BROKEN)
+        .build(manager(&database.url()))
         .unwrap()
 }
 

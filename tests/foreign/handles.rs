@@ -1,0 +1,15 @@
+//! The handles of a pool with a manager of the application's own.
+
+macro_rules! handles {
+    ($pool:ty: $($module:ident::$name:ident)*) => {
+        pub(crate) type PgPool = $pool;
+        $(#[allow(dead_code)] // each crate uses a part
+        pub(crate) type $name = diesel_interlock::$module::$name<PgPool>;)*
+    };
+    ($pool:ty) => {
+        handles!($pool:
+            advisory::AdvisoryLock advisory::AdvisoryLockGuard fence::Fence leader::Leader leader::Term
+            once::Once rate_limit::LocalRateLimit rate_limit::RateLimit schedule::Schedule
+            schedule::Tick semaphore::Permit semaphore::Semaphore throttle::Throttle);
+    };
+}

@@ -224,7 +224,10 @@ macro_rules! handles {
             #[doc = concat!(
                 "See [`", stringify!($module), "::", stringify!($name), "`](crate::",
                 stringify!($module), "::", stringify!($name),
-                ") for an example, the rules and the errors. ", $reply
+                ") for an example, the rules and the errors. ", $reply,
+                "\n\nThis alias is of the pool with Diesel's own manager. For a manager of your own, \
+                 name the pool: `", stringify!($module), "::", stringify!($name), "<MyPool>`. With \
+                 any other pool, use the operations that take a connection."
             )]
             pub type $name = crate::$module::$name<PgPool>;
         )*

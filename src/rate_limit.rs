@@ -67,8 +67,9 @@ use crate::waiting::{self, Turns, What};
 /// connection is committed with the caller's transaction, as that transaction commits.
 ///
 /// An operation that writes to a key waits while another transaction that has checked this key is
-/// open. Over a pool it gives up after 250 ms with [`Error::KeyLocked`], so that a forgotten
-/// `BEGIN` on a busy key does not use up the pool.
+/// open. Over a pool it gives up with [`Error::KeyLocked`] if the key is still locked after 250 ms,
+/// so that a forgotten `BEGIN` on a busy key does not use up the pool. If the key was free for a
+/// moment, it waits again, at most four times in all.
 ///
 /// # Errors
 ///

@@ -34,9 +34,10 @@ where
     /// Takes the session lock on the caller's connection, runs `work`, and releases the lock.
     ///
     /// [Waits](Self#waiting) while others hold the lock. If the lock is free: two round trips in
-    /// addition to those of `work`. Use it on a connection that is not from a pool, because the
-    /// session is ended if the lock cannot be released. The errors of
-    /// [`release`](super::AdvisoryLockGuard::release) are possible, too.
+    /// addition to those of `work`. The connection may come from any pool of any crate. If the lock
+    /// cannot be released, the session is ended and the connection marked as broken, so a pool that
+    /// looks at that mark replaces it. The errors of [`release`](super::AdvisoryLockGuard::release)
+    /// are possible, too.
     pub fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -63,10 +64,11 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
     /// Takes the session lock on the caller's connection, runs `work`, and releases the lock.
     ///
     /// [Waits](Self#waiting) while others hold the lock. If the lock is free: two round trips in
-    /// addition to those of `work`. Use it on a connection that is not from a pool, because the
-    /// session is ended if the lock cannot be released. If the future is dropped, the unlock is
-    /// queued behind the statements that were sent. The errors of
-    /// [`release`](super::AdvisoryLockGuard::release) are possible, too.
+    /// addition to those of `work`. The connection may come from any pool of any crate. If the lock
+    /// cannot be released, the session is ended and the connection marked as broken, so a pool that
+    /// looks at that mark replaces it. If the future is dropped, the unlock is queued behind the
+    /// statements that were sent. The errors of [`release`](super::AdvisoryLockGuard::release) are
+    /// possible, too.
     pub async fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

@@ -13,8 +13,8 @@ mod pool {
     use diesel::PgConnection;
     use diesel::r2d2::ConnectionManager;
     pub(crate) use diesel_interlock::{
-        AdvisoryLock, AdvisoryLockGuard, Fence, Leader, LocalRateLimit, Once, Permit, PgPool,
-        RateLimit, Schedule, Semaphore, Term, Throttle, Tick,
+        AdvisoryLock, AdvisoryLockGuard, Begun, Doing, Fence, Leader, LocalRateLimit, Once, Permit,
+        PgPool, RateLimit, Schedule, Semaphore, Term, Throttle, Tick,
     };
 
     /// Whether the manager notices that a connection is marked as broken.

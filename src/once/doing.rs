@@ -14,7 +14,7 @@ use super::{Entered, Found, Mark, Once};
 use crate::error::{Error, Result};
 use crate::event::Outcome;
 use crate::mode::{Mode, PATIENCE};
-use crate::pool::{Borrowed, ConnectionOf, Pool, Reply};
+use crate::pool::{Checkout, ConnectionOf, Pool, Reply};
 use crate::session::is_closed;
 use crate::transaction::LeftOpen;
 
@@ -46,7 +46,7 @@ pub struct Doing<P: Pool> {
 }
 
 struct Open<P: Pool> {
-    borrowed: Borrowed<P>,
+    checkout: Checkout<P>,
     transaction: LeftOpen,
     mark: Mark,
 }
@@ -70,11 +70,11 @@ impl<P: Pool> Once<P> {
     async fn begin_unreported(&self, pool: &P) -> Result<Begun<P>> {
         self.check()?;
         let (once, pool) = (self.clone(), pool.clone());
-        let mut borrowed = Borrowed::new(&pool, None).await?;
-        P::Mode::surely(&borrowed.runtime(), LIMIT, async move {
+        let mut checkout = Checkout::new(&pool, None).await?;
+        P::Mode::surely(&checkout.runtime(), LIMIT, async move {
             let (mut sessions, mut is_elsewhere) = (0..pool.max_size(), false);
             loop {
-                let begun = once.begin_on(borrowed).await;
+                let begun = once.begin_on(checkout).await;
                 let is_repeated = match &begun {
                     Err(Error::Database(error)) if is_closed(error) => sessions.next().is_some(),
                     Err(Error::Standby) => !mem::replace(&mut is_elsewhere, true),
@@ -83,16 +83,16 @@ impl<P: Pool> Once<P> {
                 if !is_repeated {
                     return begun;
                 }
-                borrowed = Borrowed::new(&pool, None).await?;
+                checkout = Checkout::new(&pool, None).await?;
             }
         })
         .await
     }
 
-    async fn begin_on(&self, mut borrowed: Borrowed<P>) -> Result<Begun<P>> {
+    async fn begin_on(&self, mut checkout: Checkout<P>) -> Result<Begun<P>> {
         // A statement of the work may still run, and a rollback waits for it, too.
-        borrowed.discards_when_busy();
-        let begun = match self.enter_unreported(borrowed.conn(), false).await {
+        checkout.discards_when_dropped();
+        let begun = match self.enter_unreported(checkout.conn(), false).await {
             Ok(Some(Entered { transaction, found })) => match found {
                 Found::Done(outcome) => transaction.end(Ok(Ok(Begun::Before(outcome)))).await,
                 Found::New(mark) => Ok(Err((transaction.leave_open(), mark))),
@@ -105,7 +105,7 @@ impl<P: Pool> Once<P> {
             Ok(Ok(begun)) => Ok(begun),
             Ok(Err((transaction, mark))) => {
                 let open = Open {
-                    borrowed,
+                    checkout,
                     transaction,
                     mark,
                 };
@@ -122,9 +122,9 @@ impl<P: Pool> Once<P> {
             }
             Err(error) => Err(error),
         };
-        borrowed.note_reply();
-        if matches!(begun, Err(Error::DirtyConnection | Error::Standby)) {
-            borrowed.discard();
+        match begun {
+            Err(Error::DirtyConnection | Error::Standby) => checkout.discard(),
+            _ => checkout.give_back(),
         }
         begun
     }
@@ -135,7 +135,7 @@ impl<P: Pool> Doing<P> {
     /// [`finish`](Self::finish) or a drop.
     pub fn conn(&mut self) -> &mut ConnectionOf<P> {
         match &mut self.open {
-            Some(open) => open.borrowed.conn(),
+            Some(open) => open.checkout.conn(),
             None => unreachable!("only what consumes it takes the connection"),
         }
     }
@@ -149,7 +149,7 @@ impl<P: Pool> Doing<P> {
     pub fn finish(self, outcome: impl Into<Vec<u8>>) -> Reply<'static, P, ()> {
         let outcome = outcome.into();
         P::Mode::drive(async move {
-            let (subject, runtime) = (self.once.subject(), self.open().borrowed.runtime());
+            let (subject, runtime) = (self.once.subject(), self.open().checkout.runtime());
             let finished = P::Mode::surely(&runtime, LIMIT, self.commit(outcome));
             subject.observe_as("finish", |()| "first", finished).await
         })
@@ -161,7 +161,7 @@ impl<P: Pool> Doing<P> {
     /// One round trip: `ROLLBACK`.
     pub fn roll_back(self) -> <P::Mode as Mode>::Reply<'static, ()> {
         P::Mode::drive(async move {
-            let runtime = self.open().borrowed.runtime();
+            let runtime = self.open().checkout.runtime();
             let rolled_back = async move {
                 self.undo().await;
                 Ok(())
@@ -182,10 +182,10 @@ impl<P: Pool> Doing<P> {
         let Some(open) = self.open.take() else {
             return Ok(());
         };
-        let mut borrowed = open.borrowed;
-        let transaction = open.transaction.on(borrowed.conn());
+        let mut checkout = open.checkout;
+        let transaction = open.transaction.on(checkout.conn());
         let done = self.once.finish(transaction, open.mark, Ok(outcome)).await;
-        borrowed.note_reply();
+        checkout.give_back();
         done.map(drop)
     }
 
@@ -200,13 +200,13 @@ impl<P: Pool> Doing<P> {
 impl<P: Pool> Open<P> {
     /// Rolls back, and returns the connection to its pool. Without a reply in time, discards it.
     async fn roll_back(self) {
-        let mut borrowed = self.borrowed;
-        let rolled_back = self.transaction.on(borrowed.conn()).roll_back();
+        let mut checkout = self.checkout;
+        let rolled_back = self.transaction.on(checkout.conn()).roll_back();
         if P::Mode::within(Some(Instant::now() + PATIENCE), rolled_back)
             .await
             .is_some()
         {
-            borrowed.note_reply();
+            checkout.give_back();
         }
     }
 }
@@ -214,7 +214,7 @@ impl<P: Pool> Open<P> {
 impl<P: Pool> Drop for Doing<P> {
     fn drop(&mut self) {
         if let Some(open) = self.open.take() {
-            let (runtime, once) = (open.borrowed.runtime(), self.once.clone());
+            let (runtime, once) = (open.checkout.runtime(), self.once.clone());
             let open = Some(open);
             P::Mode::finish_later(&runtime, Self { once, open }.undo());
         }

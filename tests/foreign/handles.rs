@@ -9,7 +9,7 @@ macro_rules! handles {
     ($pool:ty) => {
         handles!($pool:
             advisory::AdvisoryLock advisory::AdvisoryLockGuard fence::Fence leader::Leader leader::Term
-            once::Once rate_limit::LocalRateLimit rate_limit::RateLimit schedule::Schedule
+            once::Begun once::Doing once::Once rate_limit::LocalRateLimit rate_limit::RateLimit schedule::Schedule
             schedule::Tick semaphore::Permit semaphore::Semaphore throttle::Throttle);
     };
 }

@@ -97,15 +97,18 @@ impl<P: Pool> Database<P> {
 }
 
 #[cfg(feature = "r2d2")]
-impl Database<crate::pool::PgPool> {
+impl<M> Database<diesel::r2d2::Pool<M>>
+where
+    M: diesel::r2d2::ManageConnection<Connection = diesel::PgConnection>,
+{
     /// Copies a template, which `open` brings up to date first.
     pub fn from_template<E: From<Error>>(
-        maintenance: &crate::pool::PgPool,
+        maintenance: &diesel::r2d2::Pool<M>,
         template: &str,
-        mut open: impl FnMut(&str) -> Result<crate::pool::PgPool, E>,
+        mut open: impl FnMut(&str) -> Result<diesel::r2d2::Pool<M>, E>,
     ) -> Result<Self, E> {
         let copy = Copy::new(maintenance)?;
-        let lock: AdvisoryLock<crate::pool::PgPool> = lock_of(template)?;
+        let lock: AdvisoryLock<diesel::r2d2::Pool<M>> = lock_of(template)?;
         lock.with(maintenance, |conn| {
             now(create_template(conn, template))?;
             drop(open(template)?);

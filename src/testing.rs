@@ -28,7 +28,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use diesel::sql_types::{Array, BigInt, Bool, Nullable, Text};
 
@@ -37,7 +37,7 @@ use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::input::interval;
 use crate::leader::Leader;
-use crate::mode::Mode;
+use crate::mode::{self, Mode};
 use crate::pool::{Checkout, Pool, Reply, debug};
 use crate::rate_limit::RateLimit;
 use crate::schedule::Schedule;
@@ -51,6 +51,9 @@ use crate::throttle::Throttle;
 /// The age in seconds at which a database is dropped that a killed test has left behind.
 const LEFT_BEHIND: u64 = 3600;
 
+/// How long the connections to a template may take to close.
+const CLOSING: Duration = Duration::from_secs(60);
+
 /// PostgreSQL cuts longer names of databases off, so a template would not be found.
 const LONGEST_NAME: usize = 63;
 
@@ -63,8 +66,8 @@ const LONGEST_NAME: usize = 63;
 /// second call is done under a session lock on `maintenance`, so tests may run on threads and in
 /// processes, of one program or of several. Each test calls `open` for the template again, so the
 /// template stays up to date, and a killed process leaves nothing that the next one does not
-/// finish. Sessions that are connected to the template after `open` are ended, because PostgreSQL
-/// copies a database only while nobody is connected to it.
+/// finish. PostgreSQL copies a database only while nobody is connected to it, so `open` must keep
+/// no connection to the template but those of its pool, which is dropped.
 ///
 /// Fencing tokens of the copy are its own: larger than those of the template.
 ///
@@ -121,7 +124,7 @@ where
 }
 
 #[cfg(feature = "async")]
-impl<P: Pool<Mode = crate::mode::Async>> Database<P> {
+impl<P: Pool<Mode = mode::Async>> Database<P> {
     /// Copies a template, which `open` brings up to date first.
     pub async fn from_template<E: From<Error>>(
         maintenance: &P,
@@ -156,11 +159,15 @@ fn lock_of<P: Pool>(template: &str) -> Result<AdvisoryLock<P>> {
 }
 
 async fn create_template<S: Session>(conn: &mut S, template: &str) -> Result<()> {
-    const EXISTS: &str = "SELECT EXISTS (
+    const LOOK: &str = "SELECT pg_catalog.current_database() = $1, EXISTS (
         SELECT FROM pg_catalog.pg_database AS d WHERE d.datname = $1)";
-    let exists: bool = conn
-        .one(&Statement::<Bool>::new(EXISTS, [template.into()]))
-        .await?;
+    let look = Statement::<(Bool, Bool)>::new(LOOK, [template.into()]);
+    let (is_here, exists): (bool, bool) = conn.one(&look).await?;
+    if is_here {
+        return Err(Error::input(
+            "`maintenance` must be a pool on another database than the template, such as `postgres`",
+        ));
+    }
     if !exists {
         let create = format!("CREATE DATABASE {}", quoted(template));
         conn.batch(&create).await?;
@@ -217,13 +224,8 @@ impl<P: Pool> Copy<P> {
             WHERE substring(d.datname FROM '^interlock_copy_([0-9]{10})_[0-9a-f]{16}$')::bigint < $1
                 AND NOT EXISTS (
                     SELECT FROM pg_catalog.pg_stat_activity AS a WHERE a.datid = d.oid)";
-        // Materialized, so that nothing else is ended, in whatever order conditions are checked.
-        const DISCONNECT: &str = "WITH connected AS MATERIALIZED (
-                SELECT a.pid FROM pg_catalog.pg_stat_activity AS a
-                WHERE a.datname = $1 AND a.backend_type = 'client backend'
-                    AND a.datname <> pg_catalog.current_database()
-            ) SELECT pg_catalog.count(pg_catalog.pg_terminate_backend(c.pid, 60000))
-            FROM connected AS c";
+        const IS_IN_USE: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_stat_activity AS a
+            WHERE a.datname = $1 AND a.backend_type = 'client backend')";
         let before = unix_time().saturating_sub(LEFT_BEHIND) as i64;
         let old = Statement::<Array<Text>>::new(OLD, [before.into()]);
         let old: Vec<String> = conn.one(&old).await?;
@@ -231,8 +233,13 @@ impl<P: Pool> Copy<P> {
             // Another test may be dropping it, or be connected by now.
             let _ = conn.batch(&format!("DROP DATABASE IF EXISTS {name}")).await;
         }
-        let disconnect = Statement::<BigInt>::new(DISCONNECT, [template.into()]);
-        let _: i64 = conn.one(&disconnect).await?;
+        // The connections of the pool that `open` has made are being closed. PostgreSQL itself waits
+        // for five seconds only, and then says who is connected.
+        let is_in_use = Statement::<Bool>::new(IS_IN_USE, [template.into()]);
+        let deadline = Instant::now() + CLOSING;
+        while conn.one(&is_in_use).await? && Instant::now() < deadline {
+            mode::pause::<P::Mode>(Duration::from_millis(10)).await;
+        }
         let create = format!(
             "CREATE DATABASE {} TEMPLATE {}",
             self.name,

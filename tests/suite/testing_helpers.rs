@@ -11,7 +11,7 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, hourly, installed, number, run};
+use crate::support::{eventually, hourly, installed, number, run, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -127,15 +127,28 @@ fn eight_processes_copy_a_template_that_none_has_made_before() {
 }
 
 #[test]
-fn who_is_connected_to_the_template_delays_no_copy() {
+fn a_copy_waits_until_nobody_is_connected_to_the_template() {
     let server = Database::new();
     let template = Template::of(&server);
     let maintenance = pool(&server, 2);
     let _made = copy_of(&server, &maintenance, &template.1);
     let url = server.url_with("dbname", &template.1);
-    let connected = &mut PgConnection::establish(&url).unwrap();
-    let _copy = copy_of(&server, &maintenance, &template.1);
-    assert!(diesel::sql_query("SELECT").execute(connected).is_err());
+    let mut connected = PgConnection::establish(&url).unwrap();
+    let observer = &mut server.connect();
+    std::thread::scope(|scope| {
+        let copying = scope.spawn(|| copy_of(&server, &maintenance, &template.1));
+        eventually("it waits", || {
+            truth(
+                observer,
+                "EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() \
+                 AND query LIKE '%a.backend_type = ''client backend''%' AND pid <> pg_backend_pid())",
+            )
+        });
+        assert!(!copying.is_finished());
+        run(&mut connected, "SELECT");
+        drop(connected);
+        drop(copying.join().unwrap());
+    });
 }
 
 #[test]
@@ -225,7 +238,7 @@ fn a_template_needs_a_name_of_a_database_and_is_not_that_of_the_lock() {
         server.name(),
         work!(|_name| Ok::<_, Error>(maintenance.clone())),
     ));
-    assert_matches!(refused, Err(Error::Database(_)));
+    assert_matches!(refused, Err(Error::Input(_)));
     run(connected, "SELECT");
 }
 

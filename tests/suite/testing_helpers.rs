@@ -169,6 +169,7 @@ fn a_copy_has_tokens_of_its_own_although_its_program_does_not_install() {
         Duration::from_secs(20),
     );
     let largest = token_of(&of_template);
+    drop(of_template);
     let copy = copy_of(&server, &maintenance, &template.1);
     wait(migrations::check(copy.pool())).unwrap();
     assert!(token_of(copy.pool()) > largest + (1 << 40));

@@ -64,13 +64,13 @@ const SUBJECT: Subject = Subject {
 };
 
 /// Reads the encoding of the database, and whether anything was installed.
-const LOOK: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text, \
-     pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL";
+const LOOK: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text AS encoding, \
+     pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL AS is_installed";
 
 /// Reads the recorded versions, and which of the given objects do not exist.
 const STATE: &str = "
     SELECT (SELECT COALESCE(pg_catalog.array_agg(m.version), '{}')
-            FROM resource_control.installed_migration AS m),
+            FROM resource_control.installed_migration AS m) AS versions,
         (SELECT COALESCE(pg_catalog.array_agg(o ORDER BY o), '{}') FROM pg_catalog.unnest($1) AS o,
                 (SELECT 'resource_control'::pg_catalog.regnamespace) AS n (here)
             WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_class AS c
@@ -81,7 +81,7 @@ const STATE: &str = "
                         AND p.proname OPERATOR(pg_catalog.=) o)
                 AND NOT EXISTS (SELECT FROM pg_catalog.pg_type AS t
                     WHERE t.typnamespace OPERATOR(pg_catalog.=) n.here
-                        AND t.typname OPERATOR(pg_catalog.=) o))";
+                        AND t.typname OPERATOR(pg_catalog.=) o)) AS missing";
 
 /// Reads who owns the schema if a condition is met.
 macro_rules! owner_if {
@@ -90,7 +90,7 @@ macro_rules! owner_if {
             "SELECT CASE WHEN ",
             $condition,
             " THEN (SELECT pg_catalog.pg_get_userbyid(n.nspowner)::pg_catalog.text
-                FROM pg_catalog.pg_namespace AS n WHERE n.nspname = 'resource_control') END"
+                FROM pg_catalog.pg_namespace AS n WHERE n.nspname = 'resource_control') END AS owner"
         )
     };
 }

@@ -147,8 +147,7 @@ pub(crate) async fn has_ended<S: Session>(session: &mut S, error: &DieselError) 
 /// Converts an error of a statement on this crate's tables. Diesel has no kind for a missing table
 /// and, in the asynchronous half, none for a session that has ended. So another query finds out.
 pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
-    const IS_MISSING: &str =
-        "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";
+    const IS_MISSING: &str = "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL AS is_missing";
     if is_read_only(&error) {
         session.mark_broken();
         return Error::Standby;

@@ -327,13 +327,13 @@ impl Lock {
     pub(super) fn late_undo(&self) -> String {
         let held = held_here(self.kind(), &self.literal());
         let call = self.call("pg_advisory_unlock");
-        format!("SELECT CASE WHEN {held} THEN {call} END")
+        format!("SELECT CASE WHEN {held} THEN {call} END AS was_held")
     }
 
     /// As [`release`](Self::release), in a message that returns nothing.
     pub(super) fn late_release(&self, pid: i32) -> String {
         let call = self.call("pg_advisory_unlock");
-        format!("SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} THEN {call} END")
+        format!("SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} THEN {call} END AS was_held")
     }
 
     /// A call of a function in a message without parameters.

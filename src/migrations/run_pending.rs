@@ -31,7 +31,7 @@ const LOCK: &str = "diesel_interlock migrations";
 /// Reads whether Diesel's table is where Diesel would create it: in the first schema of the search
 /// path.
 const HAS_TABLE: &str = "SELECT pg_catalog.to_regclass(pg_catalog.format(\
-     '%I.__diesel_schema_migrations', pg_catalog.current_schema())) IS NOT NULL";
+     '%I.__diesel_schema_migrations', pg_catalog.current_schema())) IS NOT NULL AS is_there";
 
 /// Reads whether Diesel's table has all these versions.
 const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v \

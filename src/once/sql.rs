@@ -80,7 +80,7 @@ pub(super) fn store(
         "INSERT INTO resource_control.once (name, key, outcome, fingerprint)
         SELECT $1, $2, $3, $4 WHERE pg_catalog.transaction_timestamp() = $5 AND ",
         keep_commit!(),
-        " IS DISTINCT FROM '' RETURNING true"
+        " IS DISTINCT FROM '' RETURNING true AS is_stored"
     );
     let binds = [
         name.into(),

@@ -297,7 +297,7 @@ pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
                 '0')
             FROM unnest($1::double precision[], $2, $3)
                 WITH ORDINALITY AS k (unit_us, name, key, place)
-            ORDER BY k.place)";
+            ORDER BY k.place) AS full_in";
     let units: Vec<_> = calls.iter().map(|call| call.quota.unit()).collect();
     let names: Vec<_> = calls.iter().map(|call| call.name.to_owned()).collect();
     let keys: Vec<_> = calls.iter().map(|call| call.key.to_owned()).collect();

@@ -72,10 +72,11 @@ impl Seen {
 
 pub(super) fn look(name: &str) -> Statement<SeenSql> {
     const LOOK: &str = "
-        SELECT c.now, s.counted_from, s.next_at, COALESCE(s.token, 0), s.claim, s.tick,
-                COALESCE(s.attempt, 0), COALESCE(s.failed, 0), s.started_at, s.expires_at,
-                s.ended_at IS NOT NULL, s.error IS NOT NULL, s.triggered_at,
-                s.paused_at IS NOT NULL
+        SELECT c.now, s.counted_from, s.next_at, COALESCE(s.token, 0) AS token, s.claim,
+                s.tick, COALESCE(s.attempt, 0) AS attempt, COALESCE(s.failed, 0) AS failed,
+                s.started_at, s.expires_at, s.ended_at IS NOT NULL AS has_ended,
+                s.error IS NOT NULL AS has_failed, s.triggered_at,
+                s.paused_at IS NOT NULL AS is_paused
             FROM (SELECT pg_catalog.clock_timestamp() AS now) AS c
                 LEFT JOIN resource_control.schedule AS s ON s.name = $1";
     Statement::new(LOOK, [name.into()])

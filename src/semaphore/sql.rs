@@ -37,7 +37,7 @@ pub(super) fn claim(
         concat!(
             "SELECT id, retry_after, ",
             database!(),
-            " FROM resource_control.claim_service_request($1, $2, $3, $4, $5)"
+            " AS database FROM resource_control.claim_service_request($1, $2, $3, $4, $5)"
         ),
         [
             service.into(),

@@ -188,10 +188,10 @@ pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
              WHERE e.enumtypid = 'resource_control.throttled_resource_enum'\
              ::pg_catalog.regtype::pg_catalog.oid \
-                 AND e.enumlabel = $1), \
+                 AND e.enumlabel = $1) AS is_known, \
          (SELECT (extract(epoch FROM r.throttle_interval) * 1000000::numeric)::bigint \
              FROM resource_control.throttled_resource AS r \
-             WHERE r.resource_id::pg_catalog.text = $1)";
+             WHERE r.resource_id::pg_catalog.text = $1) AS interval_us";
     Statement::new(FIND, [label.into()])
 }
 

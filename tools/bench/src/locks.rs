@@ -13,7 +13,7 @@ use crate::Bench;
 use crate::compare::{Boxed, tasks, threads};
 use crate::pgbench::{Mode, pgbench};
 use crate::report::Report;
-use crate::server::pool;
+use crate::server::{pool, url};
 
 diesel::define_sql_function!(fn pg_try_advisory_lock(key: BigInt) -> Bool);
 diesel::define_sql_function!(fn pg_advisory_unlock(key: BigInt) -> Bool);
@@ -80,7 +80,7 @@ pub(crate) fn asynchronous(bench: &Bench, report: &mut Report) {
     }
 }
 
-fn async_pairs(database: &Database, number: usize) -> Boxed {
+pub(crate) fn async_pairs(database: &Database, number: usize) -> Boxed {
     let pool = async_pool(database, number);
     let make = |task| {
         let lock = deadpool::AdvisoryLock::new(LockKey::bigint(task as i64));
@@ -117,7 +117,7 @@ fn async_pool(database: &Database, size: usize) -> deadpool::PgPool {
     let mut config = ManagerConfig::default();
     config.recycling_method = RecyclingMethod::Fast;
     let manager =
-        AsyncDieselConnectionManager::<AsyncPgConnection>::new_with_config(database.url(), config);
+        AsyncDieselConnectionManager::<AsyncPgConnection>::new_with_config(url(database), config);
     deadpool::PgPool::builder(manager)
         .max_size(size)
         .build()

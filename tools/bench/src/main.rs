@@ -8,12 +8,14 @@ mod locks;
 mod machine;
 mod network;
 mod page;
+mod peers;
 mod pgbench;
 mod rate_limits;
 mod report;
 mod semaphores;
 mod server;
 mod throttles;
+mod transactions;
 
 use std::fs;
 use std::path::Path;
@@ -30,7 +32,8 @@ Usage: scripts/bench [--seconds S] [--rounds N] [--rows N] [--write] [SECTION...
 Prints tables in Markdown: the contenders of a row take turns, and a ratio is the median over the
 rounds, with the ratios that one round in ten is below and above.
 
-Sections: locks, async, semaphores, throttles, rate_limits, growth, capacity, network (default: all)
+Sections: locks, async, semaphores, throttles, rate_limits, transactions, peers, growth,
+          capacity, network (default: all)
 
   --seconds S  how long a turn takes (default: 1)
   --rounds N   how many turns each contender has (default: 7)
@@ -49,12 +52,14 @@ struct Bench {
 type Section = fn(&Bench, &mut Report);
 
 /// Compare ours with references.
-const COMPARISONS: [(&str, Section); 6] = [
+const COMPARISONS: [(&str, Section); 8] = [
     ("locks", locks::blocking),
     ("async", locks::asynchronous),
     ("semaphores", semaphores::run),
     ("throttles", throttles::run),
     ("rate_limits", rate_limits::run),
+    ("transactions", transactions::run),
+    ("peers", peers::run),
     ("growth", growth::run),
 ];
 const CAPACITY: &str = "capacity";

@@ -20,7 +20,10 @@ pub(crate) fn run(root: &Path) -> String {
         .output()
         .expect("scripts/campaign network can be started");
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "scripts/campaign network failed:\n{text}");
+    assert!(
+        output.status.success(),
+        "scripts/campaign network failed:\n{text}"
+    );
     let pools = ["r2d2", "deadpool", "bb8"];
     let mut operations: BTreeMap<&str, BTreeMap<&str, Line>> = BTreeMap::new();
     for line in text.lines() {

@@ -11,6 +11,7 @@ use workbench::Database;
 
 use crate::Bench;
 use crate::compare::{Boxed, Contender};
+use crate::server::ROLE;
 
 /// A script that `pgbench` runs again and again.
 struct Pgbench {
@@ -81,7 +82,7 @@ pub(crate) fn pgbench(
         "-j",
         &clients,
         "-U",
-        "postgres",
+        ROLE,
         "-h",
         &socket,
         "-p",

@@ -11,7 +11,7 @@ use crate::server::{pool, run as execute};
 
 const CLIENTS: usize = 8;
 /// How many keys the clients check, in any order.
-const KEYS: u32 = 10_000;
+pub(crate) const KEYS: u32 = 10_000;
 static WIDE: RateLimit = RateLimit::named("wide", Quota::per_second(1_000_000));
 static USED_UP: RateLimit = RateLimit::named("used up", Quota::per_day(1));
 
@@ -23,7 +23,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         &format!(
             "CREATE TABLE counter (key text PRIMARY KEY, value bigint NOT NULL, at timestamptz NOT NULL) WITH (fillfactor = 50);
              INSERT INTO counter SELECT n, 0, now() FROM generate_series(0, {KEYS} - 1) AS n;
-             ANALYZE counter"
+             ANALYZE counter; GRANT ALL ON counter TO bench"
         ),
     );
     let update = format!(

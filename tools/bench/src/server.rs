@@ -1,10 +1,11 @@
 //! What is measured on: one throwaway PostgreSQL that keeps what it commits, over its Unix socket.
 
+use std::process::Command;
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel::r2d2::Pool;
+use diesel::r2d2::{ConnectionManager, Pool};
 use diesel_interlock::{PgPool, migrations};
 use workbench::{Cluster, Database};
 
@@ -21,6 +22,9 @@ pub(crate) const SETTINGS: [(&str, &str); 9] = [
     ("jit", "off"),
 ];
 
+/// An ordinary role, with the rights that `grants.sql` gives: a superuser is spared the look at the rights of each function.
+pub(crate) const ROLE: &str = "bench";
+
 #[derive(Debug)]
 pub(crate) struct Server(Cluster);
 
@@ -30,7 +34,11 @@ impl Server {
         for (name, value) in SETTINGS {
             builder = builder.setting(name, value);
         }
-        Self(builder.start())
+        let cluster = builder.start();
+        let created = format!("CREATE ROLE {ROLE} LOGIN");
+        let mut owner = cluster.endpoint("postgres").connect();
+        owner.batch_execute(&created).expect("the role is new");
+        Self(cluster)
     }
 
     pub(crate) fn cluster(&self) -> &Cluster {
@@ -51,6 +59,21 @@ impl Server {
     pub(crate) fn database(&self) -> Database {
         let database = self.0.database();
         migrations::install(&database.pool(1)).expect("the schema can be installed");
+        let grants = concat!(env!("CARGO_MANIFEST_DIR"), "/../../migrations/grants.sql");
+        let granted = Command::new(self.0.binaries().join("psql"))
+            .args([
+                "-qX",
+                "--output=/dev/null",
+                "--set=role=bench",
+                "--file",
+                grants,
+            ])
+            .arg(database.url())
+            .status();
+        assert!(
+            granted.is_ok_and(|status| status.success()),
+            "psql grants the rights"
+        );
         database
     }
 }
@@ -62,8 +85,13 @@ pub(crate) fn pool(database: &Database, size: usize) -> PgPool {
         .min_idle(Some(0))
         .test_on_check_out(false)
         .connection_timeout(Duration::from_secs(30))
-        .build(database.manager())
+        .build(ConnectionManager::new(url(database)))
         .expect("the settings of the pool are complete")
+}
+
+/// The URL of a session of the ordinary role.
+pub(crate) fn url(database: &Database) -> String {
+    database.url_with("options", &format!("-c role={ROLE}"))
 }
 
 pub(crate) fn run(database: &Database, sql: &str) {

@@ -467,6 +467,7 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                 execute(&mut pool.check_out(None).await.unwrap(), "SELECT 1")
                     .await
                     .unwrap();
+                let began = std::time::Instant::now();
                 let ended = polled(polls, async {
                     let Begun::First(mut doing) = once.begin(&pool).await? else {
                         panic!("nobody else begins");
@@ -479,11 +480,10 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                     .await
                     .unwrap();
                 let now = number(conn, SESSIONS);
-                assert_eq!(
-                    *sessions.get_or_insert(now),
-                    now,
-                    "a session was replaced at {polls}"
-                );
+                // After two seconds without a reply, the connection is closed.
+                let is_same = sessions.replace(now).is_none_or(|before| before == now);
+                let is_slow = began.elapsed() > Duration::from_secs(2);
+                assert!(is_same || is_slow, "a session was replaced at {polls}");
                 // What was dropped in its end is done, or not.
                 let done = matches!(once.begin(&pool).await.unwrap(), Begun::Before(_));
                 let effects = number(

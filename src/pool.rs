@@ -42,14 +42,14 @@ type Cause = Box<dyn std::error::Error + Send + Sync>;
 /// [page]: https://github.com/diesel-interlock/diesel_interlock/blob/main/docs/pools.md
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a pool of PostgreSQL connections that this crate knows",
-    label = "not a pool of Diesel's r2d2, or of diesel-async's deadpool or bb8",
-    note = "import the handle of your pool: `diesel_interlock::AdvisoryLock` for r2d2, \
-            `diesel_interlock::deadpool::AdvisoryLock` for deadpool, \
-            `diesel_interlock::bb8::AdvisoryLock` for bb8",
-    note = "if it is one of these pools, enable its feature, and look for a second version with \
-            `cargo tree -d`: this crate needs diesel 2.3, and diesel-async 0.9",
-    note = "a wrapper of a pool is given as the pool inside: `&**wrapper`, `wrapper.get_ref()` or \
-         `&wrapper.0`"
+    label = "neither r2d2's pool of `PgConnection`, nor deadpool's or bb8's of `AsyncPgConnection`",
+    note = "if it is one of these pools, with any manager, enable its feature, and look for a \
+            second version with `cargo tree -d`: this crate needs diesel 2.3, and diesel-async 0.9",
+    note = "pass the pool inside a wrapper: `&*wrapper` or `&**wrapper`, `wrapper.get_ref()` or \
+            `&wrapper.0`",
+    note = "with a pool of another crate, use the operations that take a connection, such as \
+            `lock.with_on(conn, work)` and `limit.check_on(conn)`, and for the rest a small pool \
+            beside it: *Another pool or connection* in docs/pools.md"
 )]
 pub trait Pool: Sealed + Clone + Send + Sync + 'static {
     /// Whether operations on this pool block or are futures.

@@ -448,12 +448,14 @@ fn _is_asynchronous(pool: PgPool) -> impl Pool<Mode = Async> {
 fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session() {
     use diesel_interlock::once::Begun;
     const SESSIONS: &str =
-        "(SELECT sum(pid) FROM pg_stat_activity WHERE datname = current_database()
+        "(SELECT coalesce(sum(pid), 0) FROM pg_stat_activity WHERE datname = current_database()
         AND pid <> pg_backend_pid() AND backend_type = 'client backend')";
     let database = installed();
     let conn = &mut database.connect();
     run(conn, "CREATE TABLE effect (key int)");
     for (number_of, runtime) in runtimes().into_iter().enumerate() {
+        // Those of the pool before, and of the installation, are ending.
+        eventually("nobody is connected", || number(conn, SESSIONS) == 0);
         let pool = {
             let _entered = runtime.enter();
             crate::pool::unchecked(&database, 1)

@@ -20,7 +20,9 @@ static CHARGE: Once = Once::named("charge");
 const EFFECT: &str = "INSERT INTO effect DEFAULT VALUES";
 const EFFECTS: &str = "(SELECT count(*) FROM effect)";
 const DONE: &str = "(SELECT count(*) FROM resource_control.once)";
-/// Which sessions the pool has.
+/// How many sessions others have, and which.
+const COUNT: &str = "(SELECT count(*) FROM pg_stat_activity
+    WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend')";
 const SESSIONS: &str = "(SELECT coalesce(sum(pid), 0) FROM pg_stat_activity
     WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend')";
 
@@ -67,6 +69,7 @@ fn assert_undone(leave: impl Fn(Doing)) {
         let database = database();
         let (pool, conn) = (pool(&database, 1), &mut database.connect());
         wait(on_first(&pool, "SELECT 1")).unwrap();
+        eventually("only the pool is connected", || number(conn, COUNT) == 1);
         let sessions = number(conn, SESSIONS);
         leave(worked(&CHARGE, &pool));
         // The pool has one connection, so this one waits until it is back.

@@ -195,6 +195,8 @@ impl<P: Pool> Checkout<P> {
 }
 
 /// Ends the session that runs this. An aborted transaction accepts nothing but the `ROLLBACK`.
+/// Behind a transaction pooler, that is the server connection which serves this message: at that
+/// moment it serves no other client, but it need not be the session of an earlier statement.
 const END: &str = "ROLLBACK; \
      SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
 

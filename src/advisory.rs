@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
 use crate::mode::Mode;
-use crate::pool::{Checkout, Pool, Reply, debug};
+use crate::pool::{Checkout, Pool, Reply, impl_debug};
 use crate::waiting::Turns;
 
 /// A lock that one holder has at a time, or several share, among all programs that use the
@@ -338,7 +338,7 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
     }
 }
 
-debug!(
+impl_debug!(
     AdvisoryLock | this | key = this.key,
     is_shared = this.is_shared,
     all = this.all

@@ -86,7 +86,7 @@ pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> 
 /// As [`ask`] with one statement, but to its end: once the statement is sent, a drop of the future
 /// does not stop it, for as long as a reply can be expected. What `then` makes of the reply is
 /// dropped in that case.
-pub(crate) async fn ask_surely<P: Pool, T: 'static, U, V: Send + 'static>(
+pub(crate) async fn ask_detached<P: Pool, T: 'static, U, V: Send + 'static>(
     pool: &P,
     limit: Option<Duration>,
     statement: Statement<T>,
@@ -100,7 +100,7 @@ where
     // If the task drops it, it has already waited for the reply for long enough.
     checkout.discards_when_dropped();
     let pool = pool.clone();
-    P::Mode::surely(&checkout.runtime(), Some(2 * PATIENCE), async move {
+    P::Mode::run_detached(&checkout.runtime(), Some(2 * PATIENCE), async move {
         let (reply, sent) = ask_once(checkout, &pool, limit, &statement).await?;
         Ok(then(reply, sent))
     })

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
 use crate::mode::Mode;
-use crate::pool::{ConnectionOf, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, Reply, impl_debug};
 use crate::session::{Session, Transaction, classify};
 use crate::statement::Statement;
 use crate::transaction::refusal;
@@ -121,4 +121,4 @@ impl<P: Pool> Fence<P> {
     }
 }
 
-debug!(Fence | this | name = this.stored);
+impl_debug!(Fence | this | name = this.stored);

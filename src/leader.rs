@@ -22,7 +22,7 @@ use crate::event::{Outcome, Trouble};
 use crate::lease::Lease;
 use crate::mode::{self, Mode};
 use crate::monitor::Leadership;
-use crate::pool::{Pool, Reply, debug};
+use crate::pool::{Pool, Reply, impl_debug};
 use crate::semaphore::{Admission, Permit, Semaphore};
 use crate::statement::Statement;
 use crate::{input, instance};
@@ -299,11 +299,11 @@ where
         stop: &Stop,
         mut work: impl FnMut(&Term<diesel::r2d2::Pool<M>>),
     ) -> Result<()> {
-        use crate::session::now;
-        while let Some((permit, term)) = now(self.campaign(pool, stop))? {
+        use crate::session::run_ready;
+        while let Some((permit, term)) = run_ready(self.campaign(pool, stop))? {
             work(&term);
-            now(permit.release_soon());
-            now(self.rest(stop));
+            run_ready(permit.release_soon());
+            run_ready(self.rest(stop));
         }
         Ok(())
     }
@@ -330,7 +330,7 @@ impl<P: Pool<Mode = mode::Async>> Leader<P> {
                 let Some((permit, term)) = self.campaign(pool, &stop).await? else {
                     unreachable!("nobody stops it")
                 };
-                mode::unless(permit.lost(), work(term)).await;
+                mode::select(permit.lost(), work(term)).await;
                 permit.release_soon().await;
                 self.rest(&stop).await;
             }
@@ -338,10 +338,10 @@ impl<P: Pool<Mode = mode::Async>> Leader<P> {
     }
 }
 
-debug!(
+impl_debug!(
     Leader | this | election = this.election,
     key = this.key,
     lease = this.lease
 );
 
-debug!(Term | this | fencing_token = this.fencing_token());
+impl_debug!(Term | this | fencing_token = this.fencing_token());

@@ -34,7 +34,7 @@ use std::time::Duration;
 use diesel::sql_types::Bool;
 
 use crate::alarm::{Alarm, Sleepers, jitter, lock};
-use crate::call::{ask_again, ask_surely};
+use crate::call::{ask_again, ask_detached};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::metrics::Raised;
@@ -212,7 +212,7 @@ impl<P: Pool> Lease<P> {
     async fn send_renewal(self: Arc<Self>, limit: Option<Duration>) -> Result<Option<Instant>> {
         let renew = (self.grant.renewal)(&self.grant.row, self.grant.timeout);
         let reply = |was_held: bool, sent| was_held.then_some(sent);
-        ask_surely(&self.grant.pool, limit, renew, reply).await
+        ask_detached(&self.grant.pool, limit, renew, reply).await
     }
 
     /// Renews the lease once, unless it is lost.

@@ -48,7 +48,7 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     /// dropped. If the runtime ends first, it fails. The operation must borrow nothing, or the
     /// compiler finds the futures around it not to be `Send`.
     #[doc(hidden)]
-    fn surely<T: Send + 'static>(
+    fn run_detached<T: Send + 'static>(
         runtime: &Self::Runtime,
         patience: Option<Duration>,
         operation: impl Future<Output = Result<T>> + Send + 'static,
@@ -97,7 +97,7 @@ pub(crate) async fn pause<M: Mode>(pause: Duration) {
 
 /// Awaits `work`. If `happens` is ready before it, drops `work` and returns `None`.
 #[cfg(feature = "async")]
-pub(crate) async fn unless<T>(
+pub(crate) async fn select<T>(
     happens: impl Future<Output = ()>,
     work: impl Future<Output = T>,
 ) -> Option<T> {

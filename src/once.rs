@@ -30,9 +30,9 @@ use crate::event::{Event, Subject};
 use crate::input;
 use crate::key::fnv1a;
 use crate::metrics::Raised;
-use crate::pool::{ConnectionOf, Pool, debug};
+use crate::pool::{ConnectionOf, Pool, impl_debug};
 #[cfg(feature = "r2d2")]
-use crate::session::now;
+use crate::session::run_ready;
 use crate::session::{Session, classify, is_read_only};
 use crate::transaction::Own;
 
@@ -370,7 +370,7 @@ where
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
-        let done = now(self.run_on(conn, true, async |conn| work(conn)))?;
+        let done = run_ready(self.run_on(conn, true, async |conn| work(conn)))?;
         Ok(done.acquired().ok_or(Error::TimedOut)?)
     }
 
@@ -383,7 +383,7 @@ where
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Attempt<Done>, E> {
-        now(self.run_on(conn, false, async |conn| work(conn)))
+        run_ready(self.run_on(conn, false, async |conn| work(conn)))
     }
 }
 
@@ -417,4 +417,4 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
     }
 }
 
-debug!(Once | this | name = this.name, key = this.key);
+impl_debug!(Once | this | name = this.name, key = this.key);

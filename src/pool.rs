@@ -80,7 +80,7 @@ pub trait Pool: Sealed + Clone + Send + Sync + 'static {
 }
 
 /// Implements `Debug` for a type over a pool. A derive would require `Debug` of the pool, too.
-macro_rules! debug {
+macro_rules! impl_debug {
     ($type:ident |$this:ident| $($field:ident = $value:expr),*) => {
         impl<P: Pool> std::fmt::Debug for $type<P> {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -92,7 +92,7 @@ macro_rules! debug {
         }
     };
 }
-pub(crate) use debug;
+pub(crate) use impl_debug;
 
 /// A connection from a [`Pool`].
 pub trait PoolConnection: Sealed + DerefMut + Send + 'static {

@@ -28,7 +28,7 @@ use crate::event::{Subject, changed};
 use crate::input;
 use crate::input::difference;
 use crate::mode::Mode;
-use crate::pool::{ConnectionOf, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, Reply, impl_debug};
 use crate::session::{Session, is_unknown};
 use crate::statement::Database;
 use crate::statement::Statement;
@@ -421,7 +421,7 @@ impl<P: Pool> RateLimit<P> {
     }
 }
 
-debug!(
+impl_debug!(
     RateLimit | this | name = this.name,
     key = this.key,
     quota = this.quota,

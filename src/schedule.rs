@@ -35,7 +35,7 @@ use crate::input;
 use crate::input::LONGEST;
 use crate::lease::SHORTEST_KEPT;
 use crate::mode::{self, Mode};
-use crate::pool::{Pool, Reply, debug};
+use crate::pool::{Pool, Reply, impl_debug};
 
 /// The result of one look at a schedule.
 #[must_use = "a tick may be due a moment later"]
@@ -312,7 +312,7 @@ where
             let look = self.look_blocking(pool, &mut looks, &next, &mut work);
             match pause_after(look)? {
                 Some(rest) => {
-                    crate::session::now(mode::pause_until_stop::<mode::Blocking>(stop, rest))
+                    crate::session::run_ready(mode::pause_until_stop::<mode::Blocking>(stop, rest))
                 }
                 None => break,
             }
@@ -327,14 +327,14 @@ where
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
         work: impl FnOnce(&Tick<diesel::r2d2::Pool<M>>) -> Result<(), E>,
     ) -> Result<RunDue> {
-        use crate::session::now;
-        match now(self.step(pool, looks, next))? {
+        use crate::session::run_ready;
+        match run_ready(self.step(pool, looks, next))? {
             Step::Over(look) => Ok(look),
             Step::Run(mut run, tick) => {
                 run.is_working = true;
                 let error = work(&tick).err().map(|error| error.to_string());
                 run.is_working = false;
-                now(run.finish(error)).map(|()| RunDue::Ran)
+                run_ready(run.finish(error)).map(|()| RunDue::Ran)
             }
         }
     }
@@ -452,7 +452,7 @@ fn pause_after(look: Result<RunDue>) -> Result<Option<Duration>> {
     }
 }
 
-debug!(
+impl_debug!(
     Schedule | this | name = this.name,
     key = this.key,
     lease = this.lease,

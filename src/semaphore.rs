@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 pub use self::admission::{Admission, Full};
 pub use self::permit::Permit;
-use crate::call::ask_surely;
+use crate::call::ask_detached;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
 use crate::input::LONGEST;
 use crate::lease::{Grant, Lease, Row, SHORTEST_KEPT, claim_number};
 use crate::mode::Mode;
-use crate::pool::{Pool, Reply, debug};
+use crate::pool::{Pool, Reply, impl_debug};
 use crate::statement::Database;
 use crate::waiting::{Turns, What, let_others_pass};
 
@@ -253,7 +253,7 @@ impl<P: Pool> Semaphore<P> {
                 let service = self.service()?;
                 let complete = sql::complete_of_another(&service, id);
                 let slot = What::Slot(service);
-                ask_surely(pool, None, complete, move |was_in_flight, _| {
+                ask_detached(pool, None, complete, move |was_in_flight, _| {
                     crate::waiting::wake_oldest(&slot);
                     was_in_flight
                 })
@@ -273,7 +273,7 @@ impl<P: Pool> Semaphore<P> {
         P::Mode::drive(async move {
             let renew = async {
                 let renew = sql::renew_of_another(&self.service()?, id, self.timeout);
-                ask_surely(pool, None, renew, |was_in_flight, _| was_in_flight).await
+                ask_detached(pool, None, renew, |was_in_flight, _| was_in_flight).await
             };
             self.subject.observe_as("renew", was_in_flight, renew).await
         })
@@ -333,7 +333,7 @@ impl<P: Pool> Semaphore<P> {
         let claim = sql::claim(&service, slots, self.timeout, &self.details, number);
         let (pool_of_permit, runtime) = (pool.clone(), P::Mode::runtime()?);
         let (subject, timeout, renews_itself) = (self.subject, self.timeout, self.renews_itself);
-        ask_surely(pool, limit, claim, move |claimed: sql::Claimed, sent| {
+        ask_detached(pool, limit, claim, move |claimed: sql::Claimed, sent| {
             let (id, retry_after, database) = claimed;
             let database = Database(database);
             let Some(id) = id else {
@@ -422,7 +422,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Semaphore<P> {
     }
 }
 
-debug!(
+impl_debug!(
     Semaphore | this | service = this.service_or_name(),
     slots = this.slots,
     timeout = this.timeout

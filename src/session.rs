@@ -117,7 +117,7 @@ pub(crate) fn poll_once_quietly<T>(
 
 /// Runs an operation on a blocking session, where one poll completes it.
 #[cfg(feature = "r2d2")]
-pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {
+pub(crate) fn run_ready<T>(operation: impl Future<Output = T>) -> T {
     poll_once(operation)
         .unwrap_or_else(|| unreachable!("a blocking session replies before it returns"))
 }

@@ -38,13 +38,13 @@ use crate::error::{Error, Result};
 use crate::input::interval;
 use crate::leader::Leader;
 use crate::mode::{self, Mode};
-use crate::pool::{Checkout, Pool, Reply, debug};
+use crate::pool::{Checkout, Pool, Reply, impl_debug};
 use crate::rate_limit::RateLimit;
 use crate::schedule::Schedule;
 use crate::semaphore::Semaphore;
 use crate::session::Session;
 #[cfg(feature = "r2d2")]
-use crate::session::now;
+use crate::session::run_ready;
 use crate::statement::{Bind, Statement};
 use crate::throttle::Throttle;
 
@@ -113,12 +113,12 @@ where
         let copy = Copy::new(maintenance)?;
         let lock: AdvisoryLock<diesel::r2d2::Pool<M>> = lock_of(template)?;
         lock.with(maintenance, |conn| {
-            now(create_template(conn, template))?;
+            run_ready(create_template(conn, template))?;
             drop(open(template)?);
-            Ok::<_, E>(now(copy.create(conn, template))?)
+            Ok::<_, E>(run_ready(copy.create(conn, template))?)
         })?;
         let pool = open(&copy.name)?;
-        now(take_own_tokens(&pool))?;
+        run_ready(take_own_tokens(&pool))?;
         Ok(Self { pool, copy })
     }
 }
@@ -145,7 +145,7 @@ impl<P: Pool<Mode = mode::Async>> Database<P> {
     }
 }
 
-debug!(Database | this | name = this.name());
+impl_debug!(Database | this | name = this.name());
 
 /// The lock under which a template is changed and copied.
 fn lock_of<P: Pool>(template: &str) -> Result<AdvisoryLock<P>> {

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input::LONGEST;
 use crate::mode::Mode;
-use crate::pool::{ConnectionOf, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, Reply, impl_debug};
 use crate::{input, instance};
 
 /// Grants an action at most once per interval, on all instances together, by the database's clock.
@@ -207,7 +207,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Throttle<P> {
     }
 }
 
-debug!(
+impl_debug!(
     Throttle | this | name = this.name,
     key = this.key,
     every = this.every

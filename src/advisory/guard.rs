@@ -8,9 +8,9 @@ use super::holder::Holder;
 use crate::error::{Error, Result};
 use crate::key::LockKey;
 use crate::mode::Mode;
-use crate::pool::{Checkout, ConnectionOf, Pool, Reply, debug};
+use crate::pool::{Checkout, ConnectionOf, Pool, Reply, impl_debug};
 #[cfg(feature = "r2d2")]
-use crate::session::now;
+use crate::session::run_ready;
 
 /// A held session lock (or several), with the pooled connection whose session holds it.
 ///
@@ -95,7 +95,7 @@ where
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
         let outcome = work(self.conn());
-        now(self.0.release_after(outcome))
+        run_ready(self.0.release_after(outcome))
     }
 }
 
@@ -147,7 +147,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Attempt<AdvisoryLockGuard<P>> {
     }
 }
 
-debug!(
+impl_debug!(
     AdvisoryLockGuard | this | locks = this.0.held_ref().locks,
     backend_pid = this.backend_pid()
 );

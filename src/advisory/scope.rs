@@ -19,7 +19,7 @@ use crate::mode::Async;
 use crate::mode::Mode;
 use crate::pool::{ConnectionOf, Pool};
 #[cfg(feature = "r2d2")]
-use crate::session::now;
+use crate::session::run_ready;
 use crate::session::{Session, Transaction};
 use crate::waiting::Turns;
 
@@ -43,7 +43,7 @@ where
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let run = now(self.run_on(conn, Waits::OnTheServer, async |conn| work(conn)))?;
+        let run = run_ready(self.run_on(conn, Waits::OnTheServer, async |conn| work(conn)))?;
         Ok(run.acquired().ok_or(Error::TimedOut)?)
     }
 
@@ -55,7 +55,7 @@ where
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        now(self.run_on(conn, Waits::Never, async |conn| work(conn)))
+        run_ready(self.run_on(conn, Waits::Never, async |conn| work(conn)))
     }
 }
 

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::mode::Mode;
 use crate::pool::{ConnectionOf, Pool, Reply};
 #[cfg(feature = "r2d2")]
-use crate::session::now;
+use crate::session::run_ready;
 use crate::session::{Session, Transaction, classify};
 use crate::transaction::{Own, refusal};
 use crate::unfinished::note_closed;
@@ -215,7 +215,7 @@ where
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        now(self.run_in_transaction(conn, async |conn| work(conn)))
+        run_ready(self.run_in_transaction(conn, async |conn| work(conn)))
     }
 }
 

@@ -112,13 +112,13 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
 
     fn run_pending(self, source: M) -> Self::Reply {
         use crate::mode::Blocking;
-        use crate::session::now;
+        use crate::session::run_ready;
 
-        if now(is_up_to_date(self, versions(&source)?))? {
+        if run_ready(is_up_to_date(self, versions(&source)?))? {
             return Ok(Vec::new());
         }
         let (lock, subject) = lock()?;
-        let held = now(scope::enter::<Blocking, _>(
+        let held = run_ready(scope::enter::<Blocking, _>(
             self,
             lock,
             subject,
@@ -126,7 +126,7 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
         ))?;
         let mut holder = held.acquired().ok_or(Error::TimedOut)?;
         let ran = run(holder.conn(), source);
-        now(scope::release_after(holder, ran))
+        run_ready(scope::release_after(holder, ran))
     }
 }
 

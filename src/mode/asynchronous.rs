@@ -9,7 +9,7 @@ use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
-use super::{Mode, unless};
+use super::{Mode, select};
 use crate::alarm::{Alarm, lock};
 use crate::error::{Error, Result};
 use crate::sealed::Sealed;
@@ -75,7 +75,7 @@ impl Mode for Async {
         });
     }
 
-    async fn surely<T: Send + 'static>(
+    async fn run_detached<T: Send + 'static>(
         runtime: &Handle,
         patience: Option<Duration>,
         operation: impl Future<Output = Result<T>> + Send + 'static,
@@ -85,7 +85,7 @@ impl Mode for Async {
         let caller = Caller::new(patience);
         let gone = caller.0.clone();
         let operation = async move {
-            let value = unless(Self::sleep(&gone.alarm, None), operation).await;
+            let value = select(Self::sleep(&gone.alarm, None), operation).await;
             // In this order: the drop of the value may leave more operations, and `gone` counts
             // this one until then.
             (value, gone)

@@ -9,7 +9,7 @@ use super::Mode;
 use crate::alarm::Alarm;
 use crate::error::Result;
 use crate::sealed::Sealed;
-use crate::session::now;
+use crate::session::run_ready;
 
 /// The blocking half, of r2d2: an operation blocks the thread until it is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -23,7 +23,7 @@ impl Mode for Blocking {
     type Runtime = ();
 
     fn drive<'a, T: Send + 'a>(operation: impl Future<Output = T> + Send + 'a) -> T {
-        now(operation)
+        run_ready(operation)
     }
 
     fn runtime() -> Result<()> {
@@ -33,15 +33,15 @@ impl Mode for Blocking {
     /// A panic, for example in a connection's instrumentation, is caught: a second panic while the
     /// first unwinds would end the process.
     fn finish_later((): &(), operation: impl Future<Output = ()> + Send + 'static) {
-        let _ = catch_unwind(AssertUnwindSafe(|| now(operation)));
+        let _ = catch_unwind(AssertUnwindSafe(|| run_ready(operation)));
     }
 
-    fn surely<T: Send + 'static>(
+    fn run_detached<T: Send + 'static>(
         (): &(),
         _: Option<Duration>,
         operation: impl Future<Output = Result<T>> + Send + 'static,
     ) -> impl Future<Output = Result<T>> + Send {
-        ready(now(operation))
+        ready(run_ready(operation))
     }
 
     /// If no thread can be started, the operation is not run, and what it would have ended expires
@@ -49,7 +49,7 @@ impl Mode for Blocking {
     fn in_background((): &(), operation: impl Future<Output = ()> + Send + 'static) {
         let _ = thread::Builder::new()
             .name("diesel_interlock".into())
-            .spawn(move || now(operation));
+            .spawn(move || run_ready(operation));
     }
 
     fn inside<T>((): &(), drops: impl FnOnce() -> T) -> T {
@@ -60,7 +60,7 @@ impl Mode for Blocking {
         _: Option<Instant>,
         operation: impl Future<Output = T> + Send,
     ) -> impl Future<Output = Option<T>> + Send {
-        ready(Some(now(operation)))
+        ready(Some(run_ready(operation)))
     }
 
     fn sleep(alarm: &Alarm, deadline: Option<Instant>) -> impl Future<Output = ()> + Send {

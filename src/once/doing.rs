@@ -71,7 +71,7 @@ impl<P: Pool> Once<P> {
         self.check()?;
         let (once, pool) = (self.clone(), pool.clone());
         let mut checkout = Checkout::new(&pool, None).await?;
-        P::Mode::surely(&checkout.runtime(), LIMIT, async move {
+        P::Mode::run_detached(&checkout.runtime(), LIMIT, async move {
             let (mut sessions, mut is_elsewhere) = (0..pool.max_size(), false);
             loop {
                 let begun = once.begin_on(checkout).await;
@@ -150,7 +150,7 @@ impl<P: Pool> Doing<P> {
         let outcome = outcome.into();
         P::Mode::drive(async move {
             let (subject, runtime) = (self.once.subject(), self.open().checkout.runtime());
-            let finished = P::Mode::surely(&runtime, LIMIT, self.commit(outcome));
+            let finished = P::Mode::run_detached(&runtime, LIMIT, self.commit(outcome));
             subject.observe_as("finish", |()| "first", finished).await
         })
     }
@@ -167,7 +167,7 @@ impl<P: Pool> Doing<P> {
                 Ok(())
             };
             // An error says that the runtime has ended, and the connection with it.
-            let _ = P::Mode::surely(&runtime, LIMIT, rolled_back).await;
+            let _ = P::Mode::run_detached(&runtime, LIMIT, rolled_back).await;
         })
     }
 

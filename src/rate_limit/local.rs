@@ -12,7 +12,7 @@ use crate::event::Outcome;
 use crate::input::whole_seconds;
 use crate::metrics::Counters;
 use crate::mode::{Mode, PATIENCE};
-use crate::pool::{Pool, Reply, debug};
+use crate::pool::{Pool, Reply, impl_debug};
 
 /// How many keys are kept before those without units are looked for and removed.
 const KEYS: usize = 1024;
@@ -206,8 +206,12 @@ impl<P: Pool> Local<P> {
             match self.look(key)? {
                 Look::Decided(check) => return Ok(check),
                 Look::Take(taking) => {
-                    return P::Mode::surely(&P::Mode::runtime()?, Some(PATIENCE), taking.take())
-                        .await;
+                    return P::Mode::run_detached(
+                        &P::Mode::runtime()?,
+                        Some(PATIENCE),
+                        taking.take(),
+                    )
+                    .await;
                 }
                 Look::Wait(chunk) => chunk.wait::<P::Mode>().await?,
             }
@@ -337,7 +341,7 @@ impl<P: Pool> Drop for Taking<P> {
     }
 }
 
-debug!(
+impl_debug!(
     LocalRateLimit | this | limit = this.0.limit,
     chunk = this.0.chunk
 );

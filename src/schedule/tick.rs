@@ -7,12 +7,12 @@ use chrono::{DateTime, Utc};
 
 use super::Schedule;
 use super::sql::{self, Claimed, End, Take};
-use crate::call::ask_surely;
+use crate::call::ask_detached;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::lease::{self, Lease, Row};
 use crate::mode::{self, Mode, PATIENCE};
-use crate::pool::{Pool, debug};
+use crate::pool::{Pool, impl_debug};
 
 /// How many characters of an error are stored.
 const STORED: usize = 1000;
@@ -107,7 +107,7 @@ impl<P: Pool> Run<P> {
             };
             Some((run, tick))
         };
-        ask_surely(pool, limit, take.claim(), reply).await
+        ask_detached(pool, limit, take.claim(), reply).await
     }
 
     /// Stores how the run ended. If the database is away for longer than the lease, the tick is run
@@ -132,7 +132,7 @@ impl<P: Pool> Run<P> {
         self.is_over = true;
         self.lease.begin_end();
         let lease = self.lease.clone();
-        let finished = P::Mode::surely(&self.lease.grant.runtime, None, async move {
+        let finished = P::Mode::run_detached(&self.lease.grant.runtime, None, async move {
             let give_up = Instant::now() + lease.grant.timeout;
             loop {
                 let finish = end.clone().of(&lease.grant.row);
@@ -169,7 +169,7 @@ impl<P: Pool> Run<P> {
         if let Some((limit, _)) = longest.filter(|_| self.lease.has_overrun()) {
             let lease = self.lease.clone();
             let free = End::CrashAndFree(sql::too_long(limit)).of(&lease.grant.row);
-            let freed = P::Mode::surely(&self.lease.grant.runtime, None, async move {
+            let freed = P::Mode::run_detached(&self.lease.grant.runtime, None, async move {
                 let deadline = Instant::now() + PATIENCE;
                 lease.send_end(free, Some(PATIENCE), Some(deadline)).await
             });
@@ -272,7 +272,7 @@ impl<P: Pool> Tick<P> {
     }
 }
 
-debug!(
+impl_debug!(
     Tick | this | at = this.at,
     attempt = this.attempt,
     fencing_token = this.fencing_token()

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::lease::Lease;
 use crate::mode::{self, Mode, PATIENCE, PATIENCE_OF_A_LOOP};
-use crate::pool::{Pool, Reply, debug};
+use crate::pool::{Pool, Reply, impl_debug};
 use crate::unfinished::Unfinished;
 use crate::waiting::{self, What};
 
@@ -117,7 +117,7 @@ impl<P: Pool> Permit<P> {
     async fn complete(mut self, operation: &'static str, limit: Option<Duration>) -> Result<()> {
         let lease = self.end(operation);
         let runtime = lease.grant.runtime.clone();
-        P::Mode::surely(&runtime, None, release(lease, operation, limit)).await
+        P::Mode::run_detached(&runtime, None, release(lease, operation, limit)).await
     }
 
     /// Hands the request over to another process, and returns its token. The permit is no longer
@@ -244,7 +244,7 @@ fn is_final(completed: &Result<()>) -> bool {
     }
 }
 
-debug!(
+impl_debug!(
     Permit | this | fencing_token = this.fencing_token(),
     remaining = this.remaining()
 );
@@ -261,7 +261,7 @@ where
     /// seconds (two if `work` failed): then the slot is released in the background.
     pub fn run<T, E: From<Error>>(self, work: impl FnOnce(&Self) -> Result<T, E>) -> Result<T, E> {
         let outcome = work(&self);
-        crate::session::now(self.release_after(outcome))
+        crate::session::run_ready(self.release_after(outcome))
     }
 }
 

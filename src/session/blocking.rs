@@ -21,7 +21,7 @@ use diesel::expression::QueryMetadata;
 use diesel::pg::{Pg, PgConnection};
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
-use super::{Session, Transaction, is_closed, now};
+use super::{Session, Transaction, is_closed, run_ready};
 use crate::statement::{Query, Statement};
 
 impl Session for PgConnection {
@@ -123,7 +123,7 @@ where
     U: FromSqlRow<T, Pg>,
 {
     match load_once(conn, statement) {
-        Err(error) if PgConnection::was_not_sent(&error) && now(conn.is_alive()) => {
+        Err(error) if PgConnection::was_not_sent(&error) && run_ready(conn.is_alive()) => {
             load_once(conn, statement)
         }
         loaded => loaded,

@@ -53,7 +53,7 @@ impl World {
 
     async fn claim<M: Mode>(&self) -> Option<Permit> {
         let world = self.clone();
-        M::surely(async move {
+        M::run_detached(async move {
             let _on_its_way = world.watch.send();
             M::run(sleep_until(Instant::now() + TRIP / 2)).await;
             let permit = world.take().then(|| Permit(world.clone()));

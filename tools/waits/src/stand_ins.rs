@@ -111,14 +111,14 @@ pub(crate) mod call {
         Ok(reply?.0)
     }
 
-    pub(crate) async fn ask_surely<P: Pool, T: Send + 'static, V: Send + 'static>(
+    pub(crate) async fn ask_detached<P: Pool, T: Send + 'static, V: Send + 'static>(
         pool: &P,
         limit: Option<Duration>,
         statement: Statement<T>,
         then: impl FnOnce(bool, Instant) -> V + Send + 'static,
     ) -> Result<V> {
         let pool = pool.clone();
-        P::Mode::surely(async move {
+        P::Mode::run_detached(async move {
             let (reply, sent) = ask(&pool, limit, [statement]).await?;
             Ok(then(reply, sent))
         })
@@ -144,7 +144,7 @@ pub(crate) mod mode {
             operation: impl Future<Output = T> + Send,
         ) -> impl Future<Output = T> + Send;
 
-        fn surely<T: Send + 'static>(
+        fn run_detached<T: Send + 'static>(
             operation: impl Future<Output = T> + Send + 'static,
         ) -> impl Future<Output = T> + Send;
 
@@ -184,7 +184,7 @@ pub(crate) mod mode {
             ready(block_on(operation))
         }
 
-        fn surely<T: Send + 'static>(
+        fn run_detached<T: Send + 'static>(
             operation: impl Future<Output = T> + Send + 'static,
         ) -> impl Future<Output = T> + Send {
             ready(now(operation))
@@ -216,7 +216,7 @@ pub(crate) mod mode {
             operation
         }
 
-        async fn surely<T: Send + 'static>(
+        async fn run_detached<T: Send + 'static>(
             operation: impl Future<Output = T> + Send + 'static,
         ) -> T {
             let done = Arc::new(Mutex::new((None, None::<Waker>)));

@@ -89,8 +89,8 @@ pub enum Error {
     )]
     TransactionEnded,
 
-    /// The key was used before for another request: its [fingerprint](crate::once::Once::fingerprint)
-    /// was another one. Reply 422, for example.
+    /// The key was used before for another request: its
+    /// [fingerprint](crate::once::Once::fingerprint) was another one. Reply 422, for example.
     #[error(
         "a key of \"{0}\" was used before for another request: each request needs a key of its own"
     )]

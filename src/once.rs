@@ -85,8 +85,8 @@ pub use self::doing::{Begun, Doing};
 ///
 /// The bytes are yours to define: usually the reply. If a client might reuse a key for another
 /// request, give the request to [`fingerprint`](Self::fingerprint), and the other one is refused.
-/// If clients choose the keys, put the client's identity into the key. A key is remembered until it is
-/// [pruned](crate::prune::once).
+/// If clients choose the keys, put the client's identity into the key. A key is remembered until it
+/// is [pruned](crate::prune::once).
 ///
 /// # Transactions and waiting
 ///

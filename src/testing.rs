@@ -1,7 +1,7 @@
 //! Helpers for an application's own tests, on a real server.
 //!
-//! Each test has its own [`Database`], so tests that run in parallel, on threads or in processes, do
-//! not share locks, slots or throttles. Tests need not wait for time to pass: the functions here
+//! Each test has its own [`Database`], so tests that run in parallel, on threads or in processes,
+//! do not share locks, slots or throttles. Tests need not wait for time to pass: the functions here
 //! change rows as if time had passed. They take a pool; over deadpool and bb8 they return a future.
 //!
 //! ```
@@ -165,7 +165,7 @@ async fn create_template<S: Session>(conn: &mut S, template: &str) -> Result<()>
     let (is_here, exists): (bool, bool) = conn.one(&look).await?;
     if is_here {
         return Err(Error::input(
-            "`maintenance` must be a pool on another database than the template, such as `postgres`",
+            "`maintenance` must be a pool on another database than the template, as `postgres` is",
         ));
     }
     if !exists {
@@ -233,8 +233,8 @@ impl<P: Pool> Copy<P> {
             // Another test may be dropping it, or be connected by now.
             let _ = conn.batch(&format!("DROP DATABASE IF EXISTS {name}")).await;
         }
-        // The connections of the pool that `open` has made are being closed. PostgreSQL itself waits
-        // for five seconds only, and then says who is connected.
+        // The connections of the pool that `open` has made are being closed. PostgreSQL itself
+        // waits for five seconds only, and then says who is connected.
         let is_in_use = Statement::<Bool>::new(IS_IN_USE, [template.into()]);
         let deadline = Instant::now() + CLOSING;
         while conn.one(&is_in_use).await? && Instant::now() < deadline {

@@ -60,8 +60,8 @@ impl<P: Pool> Once<P> {
     /// layer in front of handlers. Whoever has begun keeps a connection until the end, and may wait
     /// for itself if it takes a second one from the same pool.
     ///
-    /// Two round trips: `BEGIN`, and a statement that takes the lock and looks. One more if there is
-    /// nothing to do. A session that turns out to have ended is replaced, because a repetition
+    /// Two round trips: `BEGIN`, and a statement that takes the lock and looks. One more if there
+    /// is nothing to do. A session that turns out to have ended is replaced, because a repetition
     /// changes nothing.
     pub fn begin<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Begun<P>> {
         P::Mode::drive(self.subject().observe("begin", self.begin_unreported(pool)))

@@ -758,6 +758,28 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
             ),
             Sends(
                 "Once",
+                "`begin`, `finish`",
+                "the same on a connection of the pool",
+                &|pool, _| {
+                    let Begun::First(doing) = wait(CHARGE.key(2).begin(pool)).unwrap() else {
+                        panic!("it was not done before");
+                    };
+                    wait(doing.finish("done")).unwrap();
+                },
+            ),
+            Sends(
+                "Once",
+                "`begin`, `roll_back`",
+                "ends the transaction without an outcome",
+                &|pool, _| {
+                    let Begun::First(doing) = wait(CHARGE.key(3).begin(pool)).unwrap() else {
+                        panic!("it was not done before");
+                    };
+                    wait(doing.roll_back());
+                },
+            ),
+            Sends(
+                "Once",
                 "`prune::once`",
                 "deletes a batch of old outcomes",
                 &|pool, _| {

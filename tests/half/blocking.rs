@@ -12,11 +12,13 @@ use diesel::r2d2::Pool;
 // Everything but the handles, which are those of the pool.
 #[cfg(feature = "metrics")]
 pub(crate) use diesel_interlock::describe_metrics;
+#[cfg(feature = "testing")]
+pub(crate) use diesel_interlock::testing;
 pub(crate) use diesel_interlock::{
     Admission, Attempt, Blocking, Check, ConnectionOf, Decision, DeclaredResources, Done, Error,
     Full, LocalCheck, LockId, LockKey, Mode, PoolConnection, Quota, Reply, Result, Stop,
     ThrottledResource, advisory, check_exclusion, drain, fence, leader, migrations, monitor, once,
-    prune, rate_limit, schedule, schema, semaphore, testing, throttle, throttled_resources,
+    prune, rate_limit, schedule, schema, semaphore, throttle, throttled_resources,
 };
 use workbench::Database;
 

@@ -19,7 +19,7 @@ use tower_service::Service;
 use crate::transaction::Ends;
 use crate::{Body, Pool, Reply, Transaction, failed, reply, stored};
 
-/// Does each request that has an `Idempotency-Key` once, and answers its repetitions with the
+/// Does each request that has an `Idempotency-Key` once, and replies to its repetitions with the
 /// stored response.
 ///
 /// The handler finds a [`Transaction`] in the extensions of the request, and writes on its
@@ -65,7 +65,7 @@ impl<P: Pool, C: Fn(&Parts) -> String> IdempotencyLayer<P, C> {
         }
     }
 
-    /// Answers 400 to a request without a key.
+    /// Refuses a request without a key with 400.
     #[must_use]
     pub fn required(mut self) -> Self {
         self.is_required = true;

@@ -495,7 +495,9 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                 assert_eq!(effects, i64::from(done), "{polls}");
                 assert!(done || !ended);
                 if ended {
-                    assert!(polls > 1, "it was never dropped");
+                    // In the other runtime all replies may be there when they are first waited for.
+                    let has_one_thread = number_of == 0;
+                    assert!(polls > 3 || !has_one_thread, "it was never dropped");
                     break;
                 }
             }

@@ -4,7 +4,7 @@ use diesel_async::{AsyncConnection, AsyncPgConnection};
 use diesel_interlock::migrations;
 use workbench::{Database, block_on};
 
-use crate::half::polled;
+use crate::half::{block_on_one_thread, polled};
 use crate::support::{Observer, Own, Step, eventually, run};
 
 const TWO: Own = Own(&[
@@ -24,13 +24,13 @@ fn a_future_that_is_dropped_at_any_poll_leaves_no_lock_and_no_half_migration() {
     for polls in 0.. {
         run(observer.conn(), &format!("CREATE SCHEMA s{polls}"));
         let url = database.url_with("options", &format!("-c search_path=s{polls}"));
-        let ran = block_on(polled(polls, run_pending(url.clone())));
+        let ran = block_on_one_thread(polled(polls, run_pending(url.clone())));
         eventually("nothing is held", || observer.all_held() == 0);
         eventually("the session has ended", || observer.sessions() == 0);
         // What the dropped one has begun is done, and recorded.
         assert!(block_on(run_pending(url)) <= 2);
         if ran.is_some() {
-            assert!(polls > 4);
+            assert!(polls > 4, "it was never dropped under its lock");
             return;
         }
     }
@@ -39,8 +39,5 @@ fn a_future_that_is_dropped_at_any_poll_leaves_no_lock_and_no_half_migration() {
 #[test]
 fn a_runtime_with_one_thread_does() {
     let database = Database::new();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build();
-    assert_eq!(runtime.unwrap().block_on(run_pending(database.url())), 2);
+    assert_eq!(block_on_one_thread(run_pending(database.url())), 2);
 }

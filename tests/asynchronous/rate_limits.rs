@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
-use crate::half::{Check, Error, PgPool, Quota, RateLimit, block_on, polled, pool};
+use crate::half::{
+    Check, Error, PgPool, Quota, RateLimit, block_on, block_on_one_thread, make_pool, polled, pool,
+};
 use crate::support::{assert_pool_whole, installed};
 
 /// How long a dropped call may wait for its reply. A longer round proves nothing.
@@ -126,8 +128,8 @@ fn a_local_check_that_is_dropped_after_any_poll_loses_no_chunk() {
 #[test]
 fn a_local_check_that_nobody_polls_stops_no_other_one() {
     let database = installed();
-    let pool = pool(&database, 2);
-    block_on(async {
+    block_on_one_thread(async {
+        let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
         let local = WIDE.local(pool.clone(), 10);
         let mut forgotten = Box::pin(local.check("7"));
         assert!(polled(1, forgotten.as_mut()).await.is_none());

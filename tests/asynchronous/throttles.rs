@@ -97,7 +97,6 @@ fn a_pass_that_is_dropped_counts_only_if_the_transaction_commits() {
             passed.is_some()
         });
         if is_passed {
-            assert!(polls > 0);
             break;
         }
     }

@@ -156,6 +156,12 @@ pub(crate) async fn polled<T>(times: usize, future: impl Future<Output = T>) -> 
     .await
 }
 
+/// Runs a future in a runtime of one thread, where no reply arrives within a poll, however the threads are scheduled.
+pub(crate) fn block_on_one_thread<F: Future>(future: F) -> F::Output {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    runtime.enable_all().build().unwrap().block_on(future)
+}
+
 /// Drives a loop on a thread during `meanwhile`, then drops it.
 fn beside<T>(looping: impl Future<Output = ()> + Send, meanwhile: impl FnOnce() -> T) -> T {
     let (ends, ended) = tokio::sync::oneshot::channel::<()>();

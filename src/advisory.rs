@@ -96,6 +96,11 @@ fn report(pool: &PgPool) {
 /// 100 ms. A release in the same process wakes the oldest at once. No order among waiters is
 /// promised.
 ///
+/// **A program can wait for itself**, and PostgreSQL does not see that: it takes a lock whose guard
+/// it keeps, on another connection, or a guard keeps the only connection of its pool. A wait of
+/// more than five seconds, also for a connection or in a transaction, is logged as a warning, which
+/// names the session that holds the lock, and says whether it is one of this process.
+///
 /// No setting of the session, such as `lock_timeout`, ends the wait, and the wait writes nothing to
 /// the server's log. With bb8 only an idle connection counts as one to spare, so set its `min_idle`
 /// to 1 or more. For a lock that is held for a millisecond, thousands of times a second, use a
@@ -199,7 +204,8 @@ impl<P: Pool> AdvisoryLock<P> {
 
     /// Takes the lock, and [waits](Self#waiting) while others hold it.
     ///
-    /// One round trip if the lock is free.
+    /// Another guard of the same lock in this process is another holder, too: a caller who keeps
+    /// one waits for ever. One round trip if the lock is free.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, AdvisoryLockGuard<P>> {
         P::Mode::drive(async move {
             let tried = self
@@ -290,8 +296,7 @@ impl<P: Pool> AdvisoryLock<P> {
         locks: &Locks,
         deadline: Option<Instant>,
     ) -> Result<Holder<Checkout<P>>> {
-        let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        let checkout = Checkout::new(pool, rest).await?;
+        let checkout = Checkout::new(pool, deadline).await?;
         Ok(Holder::new(checkout, locks.clone(), self.subject()))
     }
 

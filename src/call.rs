@@ -11,7 +11,7 @@
 //! after a snapshot was taken.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
@@ -51,20 +51,22 @@ impl<T, U> Question<T, U> for Statement<T> {
 /// Sends a statement, and if its row is no answer, the statement that prepares the answer. Also
 /// returns when the statement with the answer was sent.
 ///
+/// A blocking pool gives a connection until the deadline, if there is one.
+///
 /// **What was sent and has no reply is never sent again.** A connection is replaced if its session
 /// is known to have ended before the statement was sent, and discarded if plain SQL had left a
 /// transaction open on it.
 pub(crate) async fn ask<P: Pool, T, U>(
     pool: &P,
-    limit: Option<Duration>,
+    deadline: Option<Instant>,
     question: &impl Question<T, U>,
 ) -> Result<(U, Instant)>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    let checkout = Checkout::new(pool, limit).await?;
-    ask_once(checkout, pool, limit, question).await
+    let checkout = Checkout::new(pool, deadline).await?;
+    ask_once(checkout, pool, deadline, question).await
 }
 
 /// How many rows a statement of [`in_batches`] deletes at most.
@@ -88,7 +90,7 @@ pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> 
 /// dropped in that case.
 pub(crate) async fn ask_detached<P: Pool, T: 'static, U, V: Send + 'static>(
     pool: &P,
-    limit: Option<Duration>,
+    deadline: Option<Instant>,
     statement: Statement<T>,
     then: impl FnOnce(U, Instant) -> V + Send + 'static,
 ) -> Result<V>
@@ -96,23 +98,24 @@ where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    let mut checkout = Checkout::new(pool, limit).await?;
+    let mut checkout = Checkout::new(pool, deadline).await?;
     // If the task drops it, it has already waited for the reply for long enough.
     checkout.discards_when_dropped();
     let pool = pool.clone();
     P::Mode::run_detached(&checkout.runtime(), Some(2 * PATIENCE), async move {
-        let (reply, sent) = ask_once(checkout, &pool, limit, &statement).await?;
+        let (reply, sent) = ask_once(checkout, &pool, deadline, &statement).await?;
         Ok(then(reply, sent))
     })
     .await
 }
 
-/// As [`ask`] with one statement, until the deadline, where a repetition changes nothing. If the
+/// As [`ask`] with one statement, until the deadline, where a repetition changes nothing. Waits for
+/// a connection only until `connect_by`. If the
 /// session had ended, the statement is sent again on another one: all sessions of a pool that does
 /// not test them may have ended. Notes whether a statement without a reply may have been executed.
 pub(crate) async fn ask_again<P: Pool, T, U>(
     pool: &P,
-    limit: Option<Duration>,
+    connect_by: Option<Instant>,
     deadline: Option<Instant>,
     statement: Statement<T>,
     unanswered: &AtomicBool,
@@ -123,7 +126,7 @@ where
 {
     let mut sessions = 0..pool.max_size();
     loop {
-        let asked = P::Mode::within(deadline, ask(pool, limit, &statement)).await;
+        let asked = P::Mode::within(deadline, ask(pool, connect_by, &statement)).await;
         let error = match asked.unwrap_or(Err(Error::TimedOut)) {
             Ok((reply, _)) => return Ok(reply),
             Err(error) => error,
@@ -140,7 +143,7 @@ where
 async fn ask_once<P: Pool, T, U>(
     mut checkout: Checkout<P>,
     pool: &P,
-    limit: Option<Duration>,
+    deadline: Option<Instant>,
     question: &impl Question<T, U>,
 ) -> Result<(U, Instant)>
 where
@@ -151,7 +154,7 @@ where
     if let Err(Error::Database(error)) = &reply {
         if ConnectionOf::<P>::was_not_sent(error) {
             checkout.discard();
-            checkout = Checkout::new(pool, limit).await?;
+            checkout = Checkout::new(pool, deadline).await?;
             reply = ask_session(checkout.conn(), question).await;
         }
     }
@@ -159,7 +162,7 @@ where
     if matches!(reply, Err(Error::Standby)) {
         // The server has refused, so nothing was done.
         checkout.discard();
-        checkout = Checkout::new(pool, limit).await?;
+        checkout = Checkout::new(pool, deadline).await?;
         reply = ask_session(checkout.conn(), question).await;
     }
     match reply {

@@ -136,24 +136,6 @@ impl Subject {
         }
         .emit();
     }
-
-    /// Warns of a long wait for a lock, and names a session that holds it.
-    #[cfg_attr(not(feature = "tracing"), allow(unused_variables))]
-    pub(crate) fn warn_of_wait(self, holder: Option<i32>, took: Duration) {
-        #[cfg(feature = "tracing")]
-        {
-            let Self { primitive, name } = self;
-            let took_us = took.as_micros() as u64;
-            let session = holder.map_or_else(
-                || "another session".to_owned(),
-                |pid| format!("the session with pid {pid}"),
-            );
-            tracing::warn!(
-                target: "diesel_interlock", primitive, name, outcome = "waiting", took_us, holder,
-                "waiting for the {primitive} {name:?}, which {session} holds"
-            );
-        }
-    }
 }
 
 /// The errors of a loop that retries. The first one is logged at `WARN`, and the next ones at

@@ -76,8 +76,8 @@ pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
         ));
     }
     let mut first = Checkout::new(pool, None).await?;
-    let second = Checkout::new(pool, Some(patience));
-    let second = P::Mode::within(Some(Instant::now() + patience), second).await;
+    let deadline = Some(Instant::now() + patience);
+    let second = P::Mode::within(deadline, Checkout::new(pool, deadline)).await;
     let mut second = match second.unwrap_or(Err(Error::TimedOut)) {
         Ok(second) => second,
         Err(error) => {

@@ -181,7 +181,7 @@ impl<P: Pool> Leader<P> {
             let deadline = Instant::now().checked_add(self.lease);
             let claimed = P::Mode::within(
                 deadline,
-                semaphore.claim(pool, Some(mode::PATIENCE_OF_A_LOOP)),
+                semaphore.claim(pool, Some(Instant::now() + mode::PATIENCE_OF_A_LOOP)),
             )
             .await;
             let claimed = claimed.unwrap_or(Err(Error::TimedOut));

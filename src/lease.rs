@@ -209,10 +209,10 @@ impl<P: Pool> Lease<P> {
     }
 
     /// Sends a renewal. Returns when it was sent, or `None` if the row was not held any more.
-    async fn send_renewal(self: Arc<Self>, limit: Option<Duration>) -> Result<Option<Instant>> {
+    async fn send_renewal(self: Arc<Self>, deadline: Option<Instant>) -> Result<Option<Instant>> {
         let renew = (self.grant.renewal)(&self.grant.row, self.grant.timeout);
         let reply = |was_held: bool, sent| was_held.then_some(sent);
-        ask_detached(&self.grant.pool, limit, renew, reply).await
+        ask_detached(&self.grant.pool, deadline, renew, reply).await
     }
 
     /// Renews the lease once, unless it is lost.
@@ -305,7 +305,7 @@ impl<P: Pool> Lease<P> {
     }
 
     /// Sends a statement that ends the row and returns whether the row was held. Waits for a
-    /// connection for at most `limit`, and for the reply until the deadline. The row is ended only
+    /// connection until `connect_by`, and for the reply until the deadline. The row is ended only
     /// once, so the statement may be sent again.
     ///
     /// If the row was not held, and the lease has not run out, an earlier end whose reply was lost
@@ -313,11 +313,11 @@ impl<P: Pool> Lease<P> {
     pub(crate) async fn send_end(
         &self,
         end: Statement<Bool>,
-        limit: Option<Duration>,
+        connect_by: Option<Instant>,
         deadline: Option<Instant>,
     ) -> Result<()> {
         let unanswered = &self.is_unanswered;
-        match ask_again(&self.grant.pool, limit, deadline, end, unanswered).await {
+        match ask_again(&self.grant.pool, connect_by, deadline, end, unanswered).await {
             Ok(true) => Ok(()),
             Ok(false) if unanswered.load(SeqCst) && self.until() > Instant::now() => Ok(()),
             Ok(false) => Err(self.loss()),
@@ -341,9 +341,8 @@ impl<P: Pool> Lease<P> {
             if self.is_over() {
                 break;
             }
-            let until = self.until();
-            let limit = until.saturating_duration_since(Instant::now());
-            match P::Mode::within(Some(until), self.insist(limit)).await {
+            let until = Some(self.until());
+            match P::Mode::within(until, self.insist(until)).await {
                 Some(Ok(renewed)) if self.note_renewal(renewed) => {}
                 Some(Err(_)) => self.renewal_due.set(Instant::now() + jitter(pause)),
                 _ => break,
@@ -375,9 +374,8 @@ impl<P: Pool> Lease<P> {
             return;
         };
         let note = note(&self.grant.row, limit);
-        let limit = Some(self.grant.timeout);
         let deadline = Instant::now().checked_add(self.grant.timeout);
-        drop(self.send_end(note, limit, deadline).await);
+        drop(self.send_end(note, deadline, deadline).await);
     }
 
     /// Sends a renewal, and a second one in parallel if the first has had no reply for two fifths
@@ -386,17 +384,14 @@ impl<P: Pool> Lease<P> {
     /// The second is needed because a pool may give a connection on which the statement of a
     /// dropped future still runs. The delay is long because on a slow server two renewals take
     /// longer than one. A blocking renewal is not interrupted, so it gets no second one.
-    async fn insist(self: &Arc<Self>, limit: Duration) -> Result<Option<Instant>> {
+    async fn insist(self: &Arc<Self>, until: Option<Instant>) -> Result<Option<Instant>> {
         let patience = self.grant.timeout * 2 / 5;
-        let mut first = pin!(self.clone().send_renewal(Some(limit)));
+        let mut first = pin!(self.clone().send_renewal(until));
         let replied = P::Mode::within(Some(Instant::now() + patience), first.as_mut()).await;
         if let Some(reply) = replied {
             return reply;
         }
-        let mut second = pin!(
-            self.clone()
-                .send_renewal(Some(limit.saturating_sub(patience)))
-        );
+        let mut second = pin!(self.clone().send_renewal(until));
         let mut failed = [false; 2];
         poll_fn(|context| {
             let tries = [

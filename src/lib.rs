@@ -123,6 +123,7 @@ mod instance;
 mod key;
 pub mod leader;
 mod lease;
+mod long_wait;
 mod metrics;
 #[cfg(feature = "migrations")]
 pub mod migrations;

@@ -302,7 +302,7 @@ impl<P: Pool> Once<P> {
             match look.is_ours {
                 Some(true) => break look,
                 Some(false) if !waits => return Ok(None),
-                Some(false) => drop(xact::wait(session, &lock, None).await?),
+                Some(false) => drop(xact::wait(session, &lock, None, self.subject()).await?),
                 None => return Err(Error::Standby),
             }
         };

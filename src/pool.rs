@@ -12,9 +12,11 @@ mod deadpool;
 mod r2d2;
 
 use std::ops::DerefMut;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::error::Result;
+use crate::event::Subject;
+use crate::long_wait::{Awaited, watch};
 use crate::mode::{Mode, PATIENCE};
 use crate::sealed::Sealed;
 use crate::session::{Session, poll_once_quietly};
@@ -59,12 +61,11 @@ pub trait Pool: Sealed + Clone + Send + Sync + 'static {
     type Pinned: PoolConnection<Target = <Self::Mode as Mode>::Connection>;
 
     /// Takes a connection from the pool. Waits for as long as the pool's own settings allow, and a
-    /// blocking pool no longer than `limit`. An asynchronous pool ignores `limit`, because its
-    /// caller drops the future then. The future of a blocking pool is ready when it is first
-    /// polled.
+    /// blocking pool only until the deadline. An asynchronous pool ignores it, because its caller
+    /// drops the future then. The future of a blocking pool is ready when it is first polled.
     fn check_out(
         &self,
-        limit: Option<Duration>,
+        deadline: Option<Instant>,
     ) -> impl Future<Output = Result<Self::Pinned>> + Send;
 
     /// Whether the pool can spare one of its connections for a waiter. If it can, the waiter keeps
@@ -129,11 +130,12 @@ impl<P: Pool> Checkout<P> {
     /// Takes a connection. If its session is known to have ended, takes another one instead:
     /// nothing was sent on the first. A manager that does not notice the end may give out the same
     /// one again, so this tries as often as the pool is large.
-    pub(crate) async fn new(pool: &P, limit: Option<Duration>) -> Result<Self> {
+    pub(crate) async fn new(pool: &P, deadline: Option<Instant>) -> Result<Self> {
         let runtime = P::Mode::runtime()?;
         let mut others = 0..pool.max_size();
         loop {
-            let conn = Some(pool.check_out(limit).await?);
+            let awaited = Awaited::Connection(pool.max_size());
+            let conn = Some(watch(POOL, awaited, pool.check_out(deadline)).await?);
             let mut checkout = Self {
                 conn,
                 runtime: runtime.clone(),
@@ -193,6 +195,12 @@ impl<P: Pool> Checkout<P> {
         P::Mode::inside(&self.runtime, || conn.map(PoolConnection::discard));
     }
 }
+
+/// The subject of a wait for a connection.
+const POOL: Subject = Subject {
+    primitive: "pool",
+    name: "",
+};
 
 /// Ends the session that runs this. An aborted transaction accepts nothing but the `ROLLBACK`.
 /// Behind a transaction pooler, that is the server connection which serves this message: at that

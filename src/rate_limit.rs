@@ -307,10 +307,9 @@ impl<P: Pool> RateLimit<P> {
         pool: &P,
         deadline: Option<Instant>,
     ) -> Result<(Check, Database, Instant)> {
-        let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let (call, lead) = self.call()?;
         let check = call.check(self.commit(), lead, deadline.is_some());
-        let (row, sent) = self.ask(pool, limit, &check).await?;
+        let (row, sent) = self.ask(pool, deadline, &check).await?;
         let database = Database(row.database.unwrap_or_default());
         Ok((self.read(&call, &row), database, sent))
     }
@@ -334,20 +333,18 @@ impl<P: Pool> RateLimit<P> {
     async fn ask<T, U>(
         &self,
         pool: &P,
-        limit: Option<Duration>,
+        deadline: Option<Instant>,
         question: &impl Question<T, U>,
     ) -> Result<(U, Instant)>
     where
         Pg: QueryMetadata<T>,
         U: FromSqlRow<T, Pg> + Send + 'static,
     {
-        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
-        let rest = || deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        let mut reply = ask(pool, limit, question).await;
+        let mut reply = ask(pool, deadline, question).await;
         for _ in 0..RETRIES {
             let Err(error) = reply else { break };
-            self.explain(pool, rest(), error).await?;
-            reply = ask(pool, rest(), question).await;
+            self.explain(pool, deadline, error).await?;
+            reply = ask(pool, deadline, question).await;
         }
         reply
     }
@@ -355,13 +352,13 @@ impl<P: Pool> RateLimit<P> {
     /// Returns the error unless another try is worthwhile. Diesel has no kind for a lock wait that
     /// timed out, so after an error of unknown kind a second query finds out whether the key is
     /// locked now.
-    async fn explain(&self, pool: &P, limit: Option<Duration>, error: Error) -> Result<()> {
+    async fn explain(&self, pool: &P, deadline: Option<Instant>, error: Error) -> Result<()> {
         let cause = match error {
             Error::Database(cause) if is_unknown(&cause) => cause,
             error => return Err(error),
         };
         let (call, _) = self.call()?;
-        match ask(pool, limit, &call.is_locked()).await {
+        match ask(pool, deadline, &call.is_locked()).await {
             Ok((true, _)) => Err(Error::KeyLocked(self.name)),
             Ok(_) => Ok(()),
             Err(_) => Err(cause.into()),

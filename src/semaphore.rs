@@ -18,6 +18,7 @@ use crate::event::Subject;
 use crate::input;
 use crate::input::LONGEST;
 use crate::lease::{Grant, Lease, Row, SHORTEST_KEPT, claim_number};
+use crate::long_wait::{self, Awaited};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply, impl_debug};
 use crate::statement::Database;
@@ -286,11 +287,13 @@ impl<P: Pool> Semaphore<P> {
         P::Mode::runtime()?;
         let_others_pass::<P::Mode>(&What::Slot(service.clone()), deadline).await;
         while turns.next::<P::Mode>().await {
-            let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            match P::Mode::within(deadline, self.try_claim(pool, limit)).await {
+            match P::Mode::within(deadline, self.try_claim(pool, deadline)).await {
                 Some(Ok((Admission::Full(full), database, sent))) => {
                     turns.note_refusal(What::Slot(service.clone()), database, sent);
                     turns.not_after(full.retry_after);
+                    if let Some(waited) = turns.report_of_long_wait() {
+                        long_wait::warn(self.subject, &Awaited::Slot(full.retry_after), waited);
+                    }
                     last = Some(full);
                 }
                 // The wait for a connection lasted until the deadline: return the refusal, which
@@ -307,9 +310,9 @@ impl<P: Pool> Semaphore<P> {
     pub(crate) async fn claim(
         &self,
         pool: &P,
-        limit: Option<Duration>,
+        deadline: Option<Instant>,
     ) -> Result<Admission<Permit<P>>> {
-        let (admission, ..) = self.try_claim(pool, limit).await?;
+        let (admission, ..) = self.try_claim(pool, deadline).await?;
         Ok(admission)
     }
 
@@ -317,7 +320,7 @@ impl<P: Pool> Semaphore<P> {
     async fn try_claim(
         &self,
         pool: &P,
-        limit: Option<Duration>,
+        deadline: Option<Instant>,
     ) -> Result<(Admission<Permit<P>>, Database, Instant)> {
         let service = self.service()?;
         if !(1..=1000).contains(&self.slots) {
@@ -333,7 +336,7 @@ impl<P: Pool> Semaphore<P> {
         let claim = sql::claim(&service, slots, self.timeout, &self.details, number);
         let (pool_of_permit, runtime) = (pool.clone(), P::Mode::runtime()?);
         let (subject, timeout, renews_itself) = (self.subject, self.timeout, self.renews_itself);
-        ask_detached(pool, limit, claim, move |claimed: sql::Claimed, sent| {
+        ask_detached(pool, deadline, claim, move |claimed: sql::Claimed, sent| {
             let (id, retry_after, database) = claimed;
             let database = Database(database);
             let Some(id) = id else {

@@ -7,6 +7,7 @@ use super::AdvisoryLock;
 use super::sql::{Lock, Released, Tried};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
+use crate::long_wait::HeldHere;
 use crate::pool::Pool;
 use crate::statement::Database;
 
@@ -175,6 +176,11 @@ impl Locks {
 
     pub(super) fn ids(&self) -> impl Iterator<Item = LockId> {
         self.0.iter().map(|lock| lock.id)
+    }
+
+    /// Notes that this process holds them, in a session with this pid.
+    pub(super) fn held_here(&self, pid: Option<i32>) -> Vec<HeldHere> {
+        self.ids().map(|id| HeldHere::new(id, pid)).collect()
     }
 
     /// The name and number of a lock that was not held.

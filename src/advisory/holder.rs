@@ -14,6 +14,7 @@ use super::sql::{self, Released, Tried};
 use super::sql_several::Drawn;
 use crate::error::{Error, Result};
 use crate::event::Subject;
+use crate::long_wait::{self, Awaited, HeldHere};
 use crate::metrics::Raised;
 use crate::session::{Session, Transaction, classify, explain, has_ended};
 use crate::statement::Statement;
@@ -35,6 +36,7 @@ pub(crate) struct Held {
     /// When the locks were taken, or `None` if their end must not be reported.
     since: Option<Instant>,
     gauge: Option<Raised>,
+    here: Vec<HeldHere>,
     /// Dropped last: then the connection is back in its pool, and a waiter that is woken finds it
     /// there.
     released: Option<WakesWaiters>,
@@ -89,6 +91,7 @@ impl<C: Owner> Holder<C> {
                 subject,
                 since: None,
                 gauge: None,
+                here: Vec::new(),
                 released: None,
             },
         )
@@ -158,10 +161,27 @@ impl<C: Owner> Holder<C> {
         };
         let id = self.held().locks.get(busy).id;
         turns.note_refusal(What::Lock(id), busy.database, sent);
+        if let Some(waited) = turns.report_of_long_wait() {
+            self.warn_of_wait(busy, waited).await;
+        }
         let Some(slice) = turns.slice().filter(|_| may_wait()) else {
             return Ok(false);
         };
         Ok(self.wait(busy, slice, turns).await?.is_ok())
+    }
+
+    /// Warns that a lock was busy for long, and says which session holds it.
+    async fn warn_of_wait(&mut self, busy: Busy, waited: Duration) {
+        if cfg!(not(feature = "tracing")) {
+            return;
+        }
+        let (lock, subject) = (self.locks().only(busy), self.held().subject);
+        // So that a drop waits for the reply.
+        self.held().holds = Holds::Unsure(None);
+        let holder: QueryResult<(Option<i32>,)> = self.conn().one(&lock.holder()).await;
+        self.held().holds = Holds::Nothing;
+        let holder = holder.ok().and_then(|(pid,)| pid);
+        long_wait::warn(subject, &Awaited::Lock(lock.first().id, holder), waited);
     }
 
     /// Takes the locks if all are free. Also returns when the statement was sent.
@@ -317,6 +337,9 @@ impl<C: Owner> Holder<C> {
         let held = self.held();
         held.since = Some(Instant::now());
         held.gauge = Some(Raised::held(held.subject));
+        if let Holds::Held(pid) = held.holds {
+            held.here = held.locks.held_here(Some(pid));
+        }
     }
 
     /// Releases the locks, and reports their end.

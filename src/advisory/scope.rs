@@ -4,10 +4,6 @@
 //! connection could be leaked (`mem::forget`), and the lock would stay held. `with_on` ends before
 //! the caller can use the connection for anything else.
 
-use std::time::{Duration, Instant};
-
-use diesel::result::QueryResult;
-
 use super::AdvisoryLock;
 use super::all::Locks;
 use super::attempt::Attempt;
@@ -22,9 +18,6 @@ use crate::pool::{ConnectionOf, Pool};
 use crate::session::run_ready;
 use crate::session::{Session, Transaction};
 use crate::waiting::Turns;
-
-/// A wait that lasts longer is logged, with the session that holds the lock.
-const LONG: Duration = Duration::from_secs(5);
 
 #[cfg(feature = "r2d2")]
 impl<M> AdvisoryLock<diesel::r2d2::Pool<M>>
@@ -143,7 +136,6 @@ async fn acquire<M: Mode, S: Session>(
         M::runtime()?;
     }
     let mut turns = Turns::new(None);
-    let (began, mut is_reported) = (Instant::now(), false);
     while turns.next::<M>().await {
         if holder
             .attempt(waits.then_some(&mut turns), may_wait)
@@ -154,12 +146,6 @@ async fn acquire<M: Mode, S: Session>(
         }
         if !waits {
             break;
-        }
-        if !is_reported && began.elapsed() > LONG {
-            is_reported = true;
-            let (locks, subject) = (holder.held().locks.clone(), holder.held().subject);
-            let other: QueryResult<(Option<i32>,)> = holder.conn().one(&locks.holder()).await;
-            subject.warn_of_wait(other.ok().and_then(|(pid,)| pid), began.elapsed());
         }
     }
     Ok(Attempt::Busy)

@@ -14,6 +14,8 @@ use super::AdvisoryLock;
 use super::all::{Busy, Locks};
 use super::attempt::Attempt;
 use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::long_wait::{Awaited, watch};
 use crate::mode::Mode;
 use crate::pool::{ConnectionOf, Pool, Reply};
 #[cfg(feature = "r2d2")]
@@ -52,7 +54,7 @@ impl<P: Pool> AdvisoryLock<P> {
         conn: &'a mut ConnectionOf<P>,
     ) -> Reply<'a, P, Attempt<()>> {
         P::Mode::drive(self.subject().observe("try_acquire_xact", async move {
-            acquire(conn, &self.locks()?, Some(Duration::ZERO)).await
+            acquire(conn, &self.locks()?, Some(Duration::ZERO), self.subject()).await
         }))
     }
 
@@ -61,7 +63,7 @@ impl<P: Pool> AdvisoryLock<P> {
     /// One round trip if the lock is free, and otherwise a second one, in which the server waits.
     pub fn acquire_xact<'a>(&'a self, conn: &'a mut ConnectionOf<P>) -> Reply<'a, P, ()> {
         P::Mode::drive(async move {
-            let wait = async { acquire(conn, &self.locks()?, None).await };
+            let wait = async { acquire(conn, &self.locks()?, None, self.subject()).await };
             self.subject()
                 .observe_wait("acquire_xact", wait)
                 .await
@@ -81,7 +83,7 @@ impl<P: Pool> AdvisoryLock<P> {
         P::Mode::drive(
             self.subject()
                 .observe_wait("acquire_xact_timeout", async move {
-                    acquire(conn, &self.locks()?, Some(timeout)).await
+                    acquire(conn, &self.locks()?, Some(timeout), self.subject()).await
                 }),
         )
     }
@@ -92,6 +94,7 @@ async fn acquire<S: Session>(
     conn: &mut S,
     locks: &Locks,
     timeout: Option<Duration>,
+    subject: Subject,
 ) -> Result<Attempt<()>> {
     match conn.transaction() {
         Transaction::Open | Transaction::Test => {}
@@ -100,13 +103,13 @@ async fn acquire<S: Session>(
     }
     let deadline = timeout.map(|timeout| (Instant::now(), timeout));
     let acquired = if locks.len() == 1 || timeout.is_none() {
-        wait(conn, locks, deadline).await
+        wait(conn, locks, deadline, subject).await
     } else {
         let mut pending = Pending {
             conn,
             is_over: false,
         };
-        let acquired = all_or_none(pending.conn, locks, deadline).await;
+        let acquired = all_or_none(pending.conn, locks, deadline, subject).await;
         pending.is_over = true;
         acquired
     };
@@ -124,9 +127,10 @@ async fn all_or_none<S: Session>(
     conn: &mut S,
     locks: &Locks,
     timeout: Option<(Instant, Duration)>,
+    subject: Subject,
 ) -> Result<Attempt<()>> {
     conn.batch("SAVEPOINT diesel_interlock").await?;
-    let acquired = wait(conn, locks, timeout).await;
+    let acquired = wait(conn, locks, timeout, subject).await;
     let end = match acquired {
         Ok(Attempt::Acquired(())) => "RELEASE SAVEPOINT diesel_interlock",
         _ => "ROLLBACK TO SAVEPOINT diesel_interlock; RELEASE SAVEPOINT diesel_interlock",
@@ -142,6 +146,7 @@ pub(crate) async fn wait<S: Session>(
     conn: &mut S,
     locks: &Locks,
     timeout: Option<(Instant, Duration)>,
+    subject: Subject,
 ) -> Result<Attempt<()>> {
     loop {
         let tried = conn.one(&locks.try_xact()).await?;
@@ -158,7 +163,8 @@ pub(crate) async fn wait<S: Session>(
             conn,
             is_over: false,
         };
-        let waited = pending.conn.batch(&sql).await;
+        let waits = pending.conn.batch(&sql);
+        let waited = watch(subject, Awaited::Lock(lock.id, None), waits).await;
         pending.is_over = true;
         waited?;
         // Without a timeout, the wait has taken the last lock. Otherwise only the next try can
@@ -243,9 +249,13 @@ impl<P: Pool> AdvisoryLock<P> {
         work: impl AsyncFnOnce(&mut ConnectionOf<P>) -> Result<T, E>,
     ) -> Result<T, E> {
         let transaction = Own::begin(conn).await?;
-        let wait = async { acquire(transaction.conn, &self.locks()?, None).await };
-        let outcome = match self.subject().observe_wait("transaction", wait).await {
-            Ok(_) => work(transaction.conn).await,
+        let subject = self.subject();
+        let wait = async { acquire(transaction.conn, &self.locks()?, None, subject).await };
+        let outcome = match subject.observe_wait("transaction", wait).await {
+            Ok(_) => {
+                let _here = self.locks().map(|locks| locks.held_here(None));
+                work(transaction.conn).await
+            }
             Err(error) => Err(error.into()),
         };
         transaction.end(outcome).await

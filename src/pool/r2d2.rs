@@ -1,6 +1,6 @@
 use std::any::TypeId;
 use std::future::ready;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use diesel::PgConnection;
 use diesel::r2d2::{self, ConnectionManager, ManageConnection, PooledConnection};
@@ -27,10 +27,11 @@ impl<M: ManageConnection<Connection = PgConnection>> Pool for r2d2::Pool<M> {
 
     fn check_out(
         &self,
-        limit: Option<Duration>,
+        deadline: Option<Instant>,
     ) -> impl Future<Output = Result<Self::Pinned>> + Send {
         let longest = self.connection_timeout().min(YEAR);
-        let checked_out = self.get_timeout(limit.map_or(longest, |limit| limit.min(longest)));
+        let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let checked_out = self.get_timeout(rest.map_or(longest, |rest| rest.min(longest)));
         ready(checked_out.map_err(|error| Error::Pool(error.into())))
     }
 

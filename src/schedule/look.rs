@@ -50,8 +50,8 @@ pub(super) enum Step<P: Pool> {
 /// What a loop remembers from look to look.
 #[derive(Debug)]
 pub(super) struct Looks {
-    /// How long a look waits for a connection.
-    limit: Option<Duration>,
+    /// How long each statement of a look waits for a connection.
+    patience: Option<Duration>,
     /// The random number of this loop's claims. A row with this number that is begun and has not
     /// ended is an orphan: the reply to its claim was lost, so its run never began. Renewed
     /// whenever a claim was delivered or an orphan given back, because from then on such a row is
@@ -64,10 +64,14 @@ pub(super) struct Looks {
     trouble: Trouble,
 }
 
+fn after(patience: Option<Duration>) -> Option<Instant> {
+    patience.map(|patience| Instant::now() + patience)
+}
+
 impl Looks {
-    pub(super) fn of_a_loop(limit: Option<Duration>) -> Self {
+    pub(super) fn of_a_loop(patience: Option<Duration>) -> Self {
         Self {
-            limit,
+            patience,
             number: claim_number(),
             since: None,
             is_new: true,
@@ -108,8 +112,9 @@ impl<P: Pool> Schedule<P> {
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
     ) -> Result<Step<P>> {
         let name = self.checked_name()?;
-        let limit = looks.limit;
-        let (seen, _): (Seen, _) = self.in_time(ask(pool, limit, &sql::look(&name))).await?;
+        let soon = looks.patience;
+        let look = sql::look(&name);
+        let (seen, _): (Seen, _) = self.in_time(ask(pool, after(soon), &look)).await?;
         let now = seen.now;
         let observer = Observer {
             next,
@@ -119,7 +124,7 @@ impl<P: Pool> Schedule<P> {
         };
         let Some(mut plan) = seen.plan() else {
             let plan = Plan::from_now(next, now).map_err(|error| self.name_it(error))?;
-            let is_new = self.change(pool, limit, sql::register(&name, plan)).await?;
+            let is_new = self.change(pool, soon, sql::register(&name, plan)).await?;
             looks.is_new &= !is_new;
             return Ok(if is_new {
                 leave(plan.next_at, now)
@@ -136,7 +141,7 @@ impl<P: Pool> Schedule<P> {
                 token: seen.token,
                 claim: looks.number,
             };
-            self.change(pool, limit, End::GiveBack.of(&orphan)).await?;
+            self.change(pool, soon, End::GiveBack.of(&orphan)).await?;
             looks.number = claim_number();
             return Ok(again());
         }
@@ -146,7 +151,7 @@ impl<P: Pool> Schedule<P> {
         if let Some(amendment) = amendment {
             let (Amendment::Sooner(own) | Amendment::Edited(own)) = amendment;
             let amend = sql::amend(&name, (seen.token, plan), own);
-            if !self.change(pool, limit, amend).await? {
+            if !self.change(pool, soon, amend).await? {
                 return Ok(again());
             }
             if matches!(amendment, Amendment::Edited(_)) {
@@ -159,7 +164,7 @@ impl<P: Pool> Schedule<P> {
             Decision::Take(what) => what,
             Decision::PassOver(then) => {
                 let amend = sql::amend(&name, (seen.token, plan), then);
-                let is_stored = self.change(pool, limit, amend).await?;
+                let is_stored = self.change(pool, soon, amend).await?;
                 return Ok(if is_stored {
                     leave(then.next_at, now)
                 } else {
@@ -179,7 +184,9 @@ impl<P: Pool> Schedule<P> {
             number: looks.number,
             what,
         };
-        let claimed = self.in_time(Run::claim(self, pool, limit, take)).await?;
+        let claimed = self
+            .in_time(Run::claim(self, pool, after(soon), take))
+            .await?;
         let Some((run, tick)) = claimed else {
             // Another instance was faster.
             return Ok(again());
@@ -267,10 +274,10 @@ impl<P: Pool> Schedule<P> {
     async fn change(
         &self,
         pool: &P,
-        limit: Option<Duration>,
+        patience: Option<Duration>,
         statement: Statement<diesel::sql_types::Bool>,
     ) -> Result<bool> {
-        let (is_changed, _) = self.in_time(ask(pool, limit, &statement)).await?;
+        let (is_changed, _) = self.in_time(ask(pool, after(patience), &statement)).await?;
         Ok(is_changed)
     }
 

@@ -67,7 +67,7 @@ impl<P: Pool> Run<P> {
     pub(super) async fn claim(
         schedule: &Schedule<P>,
         pool: &P,
-        limit: Option<Duration>,
+        deadline: Option<Instant>,
         take: Take<'_>,
     ) -> Result<Option<(Self, Tick<P>)>> {
         let (runtime, pool_of_run, name) = (P::Mode::runtime()?, pool.clone(), take.name.into());
@@ -107,7 +107,7 @@ impl<P: Pool> Run<P> {
             };
             Some((run, tick))
         };
-        ask_detached(pool, limit, take.claim(), reply).await
+        ask_detached(pool, deadline, take.claim(), reply).await
     }
 
     /// Stores how the run ended. If the database is away for longer than the lease, the tick is run
@@ -136,9 +136,8 @@ impl<P: Pool> Run<P> {
             let give_up = Instant::now() + lease.grant.timeout;
             loop {
                 let finish = end.clone().of(&lease.grant.row);
-                let limit = PATIENCE.max(lease.grant.timeout / 3);
-                let deadline = Instant::now() + limit;
-                let finished = lease.send_end(finish, Some(limit), Some(deadline)).await;
+                let deadline = Some(Instant::now() + PATIENCE.max(lease.grant.timeout / 3));
+                let finished = lease.send_end(finish, deadline, deadline).await;
                 // Give up at some time: an end that the database refuses must not block the
                 // schedule for ever.
                 let is_too_late = lease.is_over() || give_up <= Instant::now();
@@ -170,8 +169,8 @@ impl<P: Pool> Run<P> {
             let lease = self.lease.clone();
             let free = End::CrashAndFree(sql::too_long(limit)).of(&lease.grant.row);
             let freed = P::Mode::run_detached(&self.lease.grant.runtime, None, async move {
-                let deadline = Instant::now() + PATIENCE;
-                lease.send_end(free, Some(PATIENCE), Some(deadline)).await
+                let deadline = Some(Instant::now() + PATIENCE);
+                lease.send_end(free, deadline, deadline).await
             });
             // Otherwise the lease expires.
             drop(freed.await);
@@ -221,9 +220,8 @@ impl<P: Pool> Drop for Run<P> {
         let (lease, update) = (self.lease.clone(), update.of(&self.lease.grant.row));
         P::Mode::finish_later(&self.lease.grant.runtime, async move {
             // If this fails or has no reply by the deadline, the lease expires.
-            let limit = lease.grant.timeout;
-            let deadline = Instant::now().checked_add(limit);
-            drop(lease.send_end(update, Some(limit), deadline).await);
+            let deadline = Instant::now().checked_add(lease.grant.timeout);
+            drop(lease.send_end(update, deadline, deadline).await);
         });
     }
 }

@@ -114,10 +114,10 @@ impl<P: Pool> Permit<P> {
         outcome
     }
 
-    async fn complete(mut self, operation: &'static str, limit: Option<Duration>) -> Result<()> {
+    async fn complete(mut self, operation: &'static str, patience: Option<Duration>) -> Result<()> {
         let lease = self.end(operation);
         let runtime = lease.grant.runtime.clone();
-        P::Mode::run_detached(&runtime, None, release(lease, operation, limit)).await
+        P::Mode::run_detached(&runtime, None, release(lease, operation, patience)).await
     }
 
     /// Hands the request over to another process, and returns its token. The permit is no longer
@@ -165,23 +165,23 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Completes the request, now or, if the database cannot be reached, in the background until the
-/// request has expired anyway.
+/// request has expired anyway. Waits for a connection for `patience`, or for as long as for a reply.
 async fn release<P: Pool>(
     lease: Arc<Lease<P>>,
     operation: &'static str,
-    limit: Option<Duration>,
+    patience: Option<Duration>,
 ) -> Result<()> {
     let began = Instant::now();
     let give_up = began.checked_add(lease.grant.timeout);
-    let patience = match operation {
+    let longest = match operation {
         "drop" => PATIENCE,
         // The caller is waiting, so stop soon: the background can complete the request just as
         // well.
         _ => 5 * PATIENCE,
     };
-    let patience = patience.min(lease.grant.timeout);
-    let limit = limit.unwrap_or(patience);
-    let mut completed = complete(&lease, Some(limit), Some(began + patience)).await;
+    let longest = longest.min(lease.grant.timeout);
+    let connect_by = began + patience.unwrap_or(longest);
+    let mut completed = complete(&lease, connect_by, began + longest).await;
     if completed.is_ok() && lease.is_lost() {
         // The row may still have been in flight, but the holder has seen the loss and may have told
         // others.
@@ -207,8 +207,8 @@ async fn release<P: Pool>(
         P::Mode::in_background(&runtime, async move {
             let mut pause = FIRST_PAUSE;
             loop {
-                let deadline = Some(Instant::now() + PATIENCE);
-                let completed = complete(&lease, Some(PATIENCE), deadline).await;
+                let deadline = Instant::now() + PATIENCE;
+                let completed = complete(&lease, deadline, deadline).await;
                 let is_over = give_up.is_some_and(|give_up| give_up < Instant::now());
                 if is_over || is_final(&completed) {
                     report(&lease, &completed);
@@ -223,13 +223,11 @@ async fn release<P: Pool>(
     completed
 }
 
-async fn complete<P: Pool>(
-    lease: &Lease<P>,
-    limit: Option<Duration>,
-    deadline: Option<Instant>,
-) -> Result<()> {
+async fn complete<P: Pool>(lease: &Lease<P>, connect_by: Instant, deadline: Instant) -> Result<()> {
     let complete = sql::complete(&lease.grant.row);
-    let completed = lease.send_end(complete, limit, deadline).await;
+    let completed = lease
+        .send_end(complete, Some(connect_by), Some(deadline))
+        .await;
     // Wake the next waiter even after a failure: it then finds out for itself whether a slot is
     // free.
     waiting::wake_oldest(&What::Slot(lease.grant.row.name.clone()));

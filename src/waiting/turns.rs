@@ -8,6 +8,7 @@ use super::share::Share;
 use super::{AFTER_THE_OLDEST, FIRST_PAUSE, LONGEST_PAUSE, SECOND, SLICE};
 use crate::alarm::{Alarm, jitter, lock};
 use crate::key::LockId;
+use crate::long_wait::LONG;
 use crate::mode::Mode;
 use crate::statement::Database;
 use crate::sync::{AtomicUsize, Instant, LazyLock, Mutex, Ordering};
@@ -106,6 +107,9 @@ pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Insta
 pub(crate) struct Turns {
     deadline: Option<Instant>,
     units: u32,
+    /// When the first try began.
+    since: Option<Instant>,
+    is_reported: bool,
     /// When the last try began, and how often units had been given back by then.
     began: Option<Instant>,
     given_back: usize,
@@ -150,6 +154,8 @@ impl Turns {
         Self {
             deadline,
             units,
+            since: None,
+            is_reported: false,
             began: None,
             given_back: 0,
             pause: FIRST_PAUSE,
@@ -234,6 +240,13 @@ impl Turns {
         });
     }
 
+    /// How long this wait has lasted, if that is long and was not reported yet.
+    pub(crate) fn report_of_long_wait(&mut self) -> Option<Duration> {
+        let waited = self.since?.elapsed();
+        let is_new = waited > LONG && !std::mem::replace(&mut self.is_reported, true);
+        is_new.then_some(waited)
+    }
+
     pub(crate) const fn was_refused(&self) -> bool {
         self.was_refused
     }
@@ -260,7 +273,9 @@ impl Turns {
             }
         }
         self.given_back = GIVEN_BACK.load(Ordering::SeqCst);
-        let is_first = self.began.replace(Instant::now()).is_none();
+        let now = Instant::now();
+        self.since.get_or_insert(now);
+        let is_first = self.began.replace(now).is_none();
         is_first || !self.is_over()
     }
 

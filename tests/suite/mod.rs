@@ -12,6 +12,8 @@ mod installing;
 mod kept_permits;
 mod leaders;
 mod local_rate_limits;
+#[cfg(feature = "tracing")]
+mod long_waits;
 #[cfg(feature = "metrics")]
 mod losses;
 mod lost_replies;

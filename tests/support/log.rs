@@ -15,6 +15,7 @@ struct Logged {
     name: String,
     /// `operation: outcome`.
     what: String,
+    message: String,
 }
 
 struct Collect;
@@ -24,6 +25,7 @@ struct Fields {
     name: String,
     operation: String,
     outcome: String,
+    message: String,
 }
 
 impl Visit for Fields {
@@ -32,6 +34,7 @@ impl Visit for Fields {
             "name" => &mut self.name,
             "operation" => &mut self.operation,
             "outcome" => &mut self.outcome,
+            "message" => &mut self.message,
             _ => return,
         };
         *of_event = format!("{value:?}").trim_matches('"').to_owned();
@@ -47,6 +50,7 @@ impl<S: Subscriber> Layer<S> for Collect {
                 level: *event.metadata().level(),
                 name: fields.name,
                 what: format!("{}: {}", fields.operation, fields.outcome),
+                message: fields.message,
             });
         }
     }
@@ -76,6 +80,15 @@ impl Log {
     /// The events at the level WARN or ERROR.
     pub(crate) fn warnings(self) -> Vec<String> {
         self.of_level(|level| level <= Level::WARN)
+    }
+
+    /// The warnings of long waits.
+    pub(crate) fn long_waits(self) -> Vec<String> {
+        let events = EVENTS.lock().unwrap();
+        let of_name = events.iter().filter(|it| it.name == self.0);
+        let of_waits =
+            of_name.filter(|it| it.what.ends_with(": waiting") && it.level == Level::WARN);
+        of_waits.map(|it| it.message.clone()).collect()
     }
 
     /// How many events have this text, at any level.

@@ -41,7 +41,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     report.row(
         work,
         CLIENTS,
-        Some(0.6),
+        Some(0.7),
         allowed(&database, CLIENTS, 1),
         update,
     );

@@ -42,4 +42,4 @@ mod sources {
 }
 
 use sources::{alarm, lease, waiting};
-use stand_ins::{call, error, event, key, metrics, mode, pool, sql_types, statement};
+use stand_ins::{call, error, event, key, long_wait, metrics, mode, pool, sql_types, statement};

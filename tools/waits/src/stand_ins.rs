@@ -16,6 +16,10 @@ pub(crate) mod key {
     pub(crate) struct LockId(pub(crate) i64);
 }
 
+pub(crate) mod long_wait {
+    pub(crate) const LONG: std::time::Duration = std::time::Duration::from_secs(5);
+}
+
 pub(crate) mod event {
     use crate::error::Result;
     use crate::sync::Instant;
@@ -79,8 +83,6 @@ pub(crate) mod pool {
 }
 
 pub(crate) mod call {
-    use std::time::Duration;
-
     use crate::error::{Error, Result};
     use crate::mode::Mode;
     use crate::pool::Pool;
@@ -89,7 +91,7 @@ pub(crate) mod call {
 
     pub(crate) async fn ask<P: Pool, T>(
         pool: &P,
-        _: Option<Duration>,
+        _: Option<Instant>,
         [statement]: [Statement<T>; 1],
     ) -> Result<(bool, Instant)> {
         let (sent, reply) = (Instant::now(), pool.send(statement.renews_for));
@@ -98,12 +100,12 @@ pub(crate) mod call {
 
     pub(crate) async fn ask_again<P: Pool, T: Send>(
         pool: &P,
-        limit: Option<Duration>,
+        connect_by: Option<Instant>,
         deadline: Option<Instant>,
         statement: Statement<T>,
         unanswered: &AtomicBool,
     ) -> Result<bool> {
-        let asked = P::Mode::within(deadline, ask(pool, limit, [statement])).await;
+        let asked = P::Mode::within(deadline, ask(pool, connect_by, [statement])).await;
         let reply = asked.unwrap_or(Err(Error::TimedOut));
         if let Err(error) = &reply {
             unanswered.fetch_or(!matches!(error, Error::Pool(_)), SeqCst);
@@ -113,13 +115,13 @@ pub(crate) mod call {
 
     pub(crate) async fn ask_detached<P: Pool, T: Send + 'static, V: Send + 'static>(
         pool: &P,
-        limit: Option<Duration>,
+        deadline: Option<Instant>,
         statement: Statement<T>,
         then: impl FnOnce(bool, Instant) -> V + Send + 'static,
     ) -> Result<V> {
         let pool = pool.clone();
         P::Mode::run_detached(async move {
-            let (reply, sent) = ask(&pool, limit, [statement]).await?;
+            let (reply, sent) = ask(&pool, deadline, [statement]).await?;
             Ok(then(reply, sent))
         })
         .await

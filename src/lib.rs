@@ -104,6 +104,11 @@
 //! - `testing`: the module `testing`, for an application's own tests.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
+// Crates that are generic over pools, as the layers for tower, take the feature `async` alone.
+#![cfg_attr(
+    not(any(feature = "r2d2", feature = "deadpool", feature = "bb8")),
+    allow(dead_code, unreachable_pub)
+)]
 
 #[cfg(not(any(feature = "r2d2", feature = "async")))]
 compile_error!(

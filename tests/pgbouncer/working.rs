@@ -1,14 +1,18 @@
 //! In transaction mode, everything but session locks works, although each statement may run on another session.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use diesel::PgConnection;
+use diesel::connection::{Connection, SimpleConnection};
+use diesel::r2d2::{self, CustomizeConnection, ManageConnection, Pool};
+use diesel_interlock::rate_limit::RateLimit;
 use diesel_interlock::schedule::{RunDue, every};
-use diesel_interlock::{Error, Quota, migrations};
+use diesel_interlock::{Error, Once, Quota, migrations};
 use workbench::{Database, PgBouncer, PoolMode};
 
-use crate::{number, pool};
+use crate::{NoStatementCache, connect, number, pool};
 
 const HOUR: Duration = Duration::from_secs(3600);
 /// Timeout of a permit, which is renewed every four seconds.
@@ -75,7 +79,7 @@ fn the_blocking_half() {
         |_| Ok::<_, Error>(()),
         |pool: &diesel_interlock::PgPool| {
             let conn = &mut pool.get().unwrap();
-            diesel_interlock::Once::named("charge").run(conn, |_| Ok::<_, Error>("charged"))
+            Once::named("charge").run(conn, |_| Ok::<_, Error>("charged"))
         }
     );
 }
@@ -101,4 +105,109 @@ fn the_asynchronous_half() {
             once.run(conn, async |_| Ok::<_, Error>("charged")).await
         })
     );
+}
+
+#[test]
+fn work_that_is_begun_keeps_its_session_until_it_is_finished_or_dropped() {
+    use diesel_interlock::once::Begun;
+    static CHARGE: Once = Once::named("charge");
+    let database = Database::new();
+    let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 2);
+    let pool = pool(&pooler, 4);
+    migrations::install(&pool).unwrap();
+    let observer = &mut database.connect();
+    observer
+        .batch_execute("CREATE TABLE effect (key int)")
+        .unwrap();
+    for key in 0..20 {
+        let once = CHARGE.key(key);
+        let begin = || match once.begin(&pool).unwrap() {
+            Begun::First(mut doing) => {
+                let insert = format!("INSERT INTO effect VALUES ({key})");
+                doing.conn().batch_execute(&insert).unwrap();
+                doing
+            }
+            _ => panic!("nobody else begins"),
+        };
+        drop(begin());
+        let doing = begin();
+        turn_sessions_of_one(&pooler);
+        assert!(matches!(once.begin(&pool).unwrap(), Begun::Busy));
+        doing.finish("charged").unwrap();
+        assert!(matches!(once.begin(&pool).unwrap(), Begun::Before(bytes) if bytes == b"charged"));
+    }
+    assert_eq!(number(observer, "(SELECT count(*) FROM effect)"), 20);
+}
+
+/// Another client uses the session that is free.
+fn turn_sessions_of_one(pooler: &workbench::Endpoint) {
+    pooler.connect().batch_execute("BEGIN; COMMIT").unwrap();
+}
+
+/// A manager that does not notice that a connection is to be discarded.
+#[derive(Debug)]
+struct Unnoticing(String);
+
+impl ManageConnection for Unnoticing {
+    type Connection = PgConnection;
+    type Error = r2d2::Error;
+
+    fn connect(&self) -> Result<PgConnection, r2d2::Error> {
+        let mut conn = PgConnection::establish(&self.0).map_err(r2d2::Error::ConnectionError)?;
+        CustomizeConnection::<_, r2d2::Error>::on_acquire(&NoStatementCache, &mut conn)?;
+        Ok(conn)
+    }
+
+    fn is_valid(&self, conn: &mut PgConnection) -> Result<(), r2d2::Error> {
+        conn.batch_execute("SELECT 1")
+            .map_err(r2d2::Error::QueryError)
+    }
+
+    fn has_broken(&self, _: &mut PgConnection) -> bool {
+        false
+    }
+}
+
+/// The statement that ends the session of a discarded connection ends that of the pooler which serves it, and of nobody else.
+#[test]
+fn a_discarded_connection_of_a_manager_that_does_not_notice_ends_the_session_of_no_other_client() {
+    const LIMIT: RateLimit<Pool<Unnoticing>> = RateLimit::named("api", Quota::per_day(1000));
+    let database = Database::new();
+    let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 3);
+    migrations::install(&pool(&pooler, 4)).unwrap();
+    let builder = Pool::builder().max_size(2).test_on_check_out(true);
+    let unnoticing = builder.build(Unnoticing(pooler.url())).unwrap();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let others = [(); 4].map(|()| {
+            scope.spawn(|| {
+                let conn = &mut connect(&pooler);
+                let mut transactions = 0;
+                while !is_over.load(Ordering::SeqCst) {
+                    conn.batch_execute("BEGIN; SELECT 1; COMMIT").unwrap();
+                    conn.batch_execute("BEGIN").unwrap();
+                    assert_eq!(number(conn, "1::bigint"), 1);
+                    conn.batch_execute("COMMIT").unwrap();
+                    transactions += 1;
+                }
+                transactions
+            })
+        });
+        for _ in 0..30 {
+            unnoticing.get().unwrap().batch_execute("BEGIN").unwrap();
+            let checked = LIMIT.check(&unnoticing);
+            assert!(
+                matches!(checked, Err(Error::DirtyConnection)),
+                "{checked:?}"
+            );
+            assert!(LIMIT.check(&unnoticing).unwrap().is_allowed());
+        }
+        is_over.store(true, Ordering::SeqCst);
+        for other in others {
+            assert!(
+                other.join().unwrap() > 0,
+                "no statement of another client has failed"
+            );
+        }
+    });
 }

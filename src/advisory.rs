@@ -208,11 +208,9 @@ impl<P: Pool> AdvisoryLock<P> {
     /// one waits for ever. One round trip if the lock is free.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, AdvisoryLockGuard<P>> {
         P::Mode::drive(async move {
-            let tried = self
-                .subject()
-                .observe_wait("acquire", self.wait(pool, None))
-                .await?;
-            tried.acquired().ok_or(Error::TimedOut)
+            let wait = self.wait(pool, None);
+            let waited = self.subject().observe_wait("acquire", wait).await?;
+            waited.of_endless_wait()
         })
     }
 
@@ -330,10 +328,7 @@ where
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
     /// [Acquires](Self::acquire) the lock, runs `work` on the guard's connection, and releases the
-    /// lock.
-    ///
-    /// If `work` fails, its error is returned, and the lock is released as by a drop. If `work`
-    /// succeeds but the release fails, for example because the lock was lost, that is an error.
+    /// lock, as the blocking `with` does.
     pub async fn with<T, E: From<Error>>(
         &self,
         pool: &P,

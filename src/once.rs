@@ -371,7 +371,7 @@ where
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
         let done = run_ready(self.run_on(conn, true, async |conn| work(conn)))?;
-        Ok(done.acquired().ok_or(Error::TimedOut)?)
+        Ok(done.of_endless_wait()?)
     }
 
     /// Runs `work` as [`run`](Self::run) does, but never waits: returns `Busy` while another call
@@ -390,24 +390,19 @@ where
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
     /// Runs `work` in its own transaction and stores the bytes that it returns. If the work was
-    /// done before, returns the bytes of that time instead.
-    ///
-    /// Four round trips in addition to those of `work`: `BEGIN`, a statement that takes the lock
-    /// and looks, an `INSERT` into `resource_control.once`, and `COMMIT`. Three if the work was
-    /// done before. A call that waits sends three more.
+    /// done before, returns the bytes of that time instead. In everything else like the blocking
+    /// `run`; a future that is dropped rolls the work back.
     pub async fn run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
         let done = self.run_on(conn, true, work).await?;
-        Ok(done.acquired().ok_or(Error::TimedOut)?)
+        Ok(done.of_endless_wait()?)
     }
 
     /// Runs `work` as [`run`](Self::run) does, but never waits: returns `Busy` while another call
     /// with this key is at work.
-    ///
-    /// Use it for example in a handler that then replies 409. Three round trips if it is busy.
     pub async fn try_run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

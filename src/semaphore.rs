@@ -214,10 +214,9 @@ impl<P: Pool> Semaphore<P> {
     /// Takes a permit, and [waits](Self#waiting) while all slots are taken.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Permit<P>> {
         P::Mode::drive(async move {
-            let waited = self
-                .subject
-                .observe_wait("acquire", self.wait(pool, None))
-                .await?;
+            let wait = self.wait(pool, None);
+            let waited = self.subject.observe_wait("acquire", wait).await?;
+            // A wait without a deadline has no other outcome.
             waited.admitted().ok_or(Error::TimedOut)
         })
     }
@@ -412,10 +411,8 @@ where
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Semaphore<P> {
-    /// [Acquires](Self::acquire) a permit, runs `work`, and releases the permit.
-    ///
-    /// If `work` returns an error, the permit is released as by a drop. If the permit expired and
-    /// `work` succeeded, the result is an error.
+    /// [Acquires](Self::acquire) a permit, runs `work`, and releases the permit, as the blocking
+    /// `with` does.
     pub async fn with<T, E: From<Error>>(
         &self,
         pool: &P,

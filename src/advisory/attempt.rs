@@ -1,5 +1,6 @@
 //! The outcome of an attempt to take a lock.
 
+use crate::error::{Error, Result};
 use crate::event::Outcome;
 
 /// The outcome of an attempt to take a lock.
@@ -29,6 +30,13 @@ impl<T> Attempt<T> {
     /// Returns whether another session holds the lock.
     pub const fn is_busy(&self) -> bool {
         !self.is_acquired()
+    }
+}
+
+impl<T> Attempt<T> {
+    /// What a wait without a deadline has acquired: it has no other outcome.
+    pub(crate) fn of_endless_wait(self) -> Result<T> {
+        self.acquired().ok_or(Error::TimedOut)
     }
 }
 

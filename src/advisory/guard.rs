@@ -101,12 +101,9 @@ where
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLockGuard<P> {
-    /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
-    ///
-    /// If `work` fails, its error is returned, and what it has left open is rolled back. If `work`
-    /// succeeds but the release fails, for example because the lock was lost, that is an error. In
-    /// each case the lock is free when this returns, unless the server is silent for two seconds:
-    /// then the connection is closed, which frees the lock within another second.
+    /// Runs `work` on the connection, releases the lock, and returns the value of `work`. In
+    /// everything else like the blocking `run`; a future that is dropped releases as a drop of the
+    /// guard.
     pub async fn run<T, E: From<Error>>(
         mut self,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,

@@ -37,7 +37,7 @@ where
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
         let run = run_ready(self.run_on(conn, Waits::OnTheServer, async |conn| work(conn)))?;
-        Ok(run.acquired().ok_or(Error::TimedOut)?)
+        Ok(run.of_endless_wait()?)
     }
 
     /// Runs `work` under the session lock if the lock is free; never waits for it.
@@ -54,21 +54,16 @@ where
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
-    /// Takes the session lock on the caller's connection, runs `work`, and releases the lock.
-    ///
-    /// [Waits](Self#waiting) while others hold the lock. If the lock is free: two round trips in
-    /// addition to those of `work`. The connection may come from any pool of any crate. If the lock
-    /// cannot be released, the session is ended and the connection marked as broken, so a pool that
-    /// looks at that mark replaces it. If the future is dropped, the unlock is queued behind the
-    /// statements that were sent. The errors of [`release`](super::AdvisoryLockGuard::release) are
-    /// possible, too.
+    /// Takes the session lock on the caller's connection, runs `work`, and releases the lock. In
+    /// everything else like the blocking `with_on`; if the future is dropped, the unlock is queued
+    /// behind the statements that were sent.
     pub async fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
         let run = self.run_on(conn, Waits::OnTheServer, work).await?;
-        Ok(run.acquired().ok_or(Error::TimedOut)?)
+        Ok(run.of_endless_wait()?)
     }
 
     /// Runs `work` under the session lock if the lock is free; never waits for it.

@@ -229,10 +229,7 @@ where
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
     /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits.
     ///
-    /// Waits while others hold the lock. Rolls back if `work` fails or panics, or if the future is
-    /// dropped. Inside the transaction of a test (`begin_test_transaction`) it opens a savepoint;
-    /// inside any other transaction it fails with [`Error::InsideTransaction`]. If the lock is
-    /// free: three round trips in addition to those of `work`.
+    /// In everything else like the blocking `transaction`; a future that is dropped rolls back.
     pub async fn transaction<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

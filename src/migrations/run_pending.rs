@@ -124,7 +124,7 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
             subject,
             Waits::Polling,
         ))?;
-        let mut holder = held.acquired().ok_or(Error::TimedOut)?;
+        let mut holder = held.of_endless_wait()?;
         let ran = run(holder.conn(), source);
         run_ready(scope::release_after(holder, ran))
     }
@@ -157,7 +157,7 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
     }
     let (lock, subject) = lock()?;
     let held = scope::enter::<Async, _>(&mut conn, lock, subject, Waits::Polling).await?;
-    let (_, held) = held.acquired().ok_or(Error::TimedOut)?.open();
+    let (_, held) = held.of_endless_wait()?.open();
     let running = runtime.spawn_blocking(move || {
         let mut conn = AsyncConnectionWrapper::<_>::from(conn);
         let ran = run(&mut conn, source);

@@ -265,11 +265,8 @@ where
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = mode::Async>> Permit<P> {
-    /// Runs `work`, releases the permit, and returns the value of `work`.
-    ///
-    /// If the permit expired and `work` succeeded, the result is an error. In each case the slot is
-    /// free when this returns, unless the database is away, or the pool has no connection, for ten
-    /// seconds (two if `work` failed): then the slot is released in the background.
+    /// Runs `work`, releases the permit, and returns the value of `work`. In everything else like
+    /// the blocking `run`; a future that is dropped releases as a drop of the permit.
     pub async fn run<T, E: From<Error>>(
         self,
         work: impl AsyncFnOnce(&Self) -> Result<T, E>,

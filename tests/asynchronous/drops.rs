@@ -462,6 +462,8 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
         };
         runtime.block_on(async {
             let mut sessions = None;
+            // Since when something was dropped that has no reply yet.
+            let mut began = std::time::Instant::now();
             for polls in 0.. {
                 let key = 1000 * number_of + polls;
                 let (once, insert) = (ONCE.key(key), format!("INSERT INTO effect VALUES ({key})"));
@@ -469,7 +471,6 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                 execute(&mut pool.check_out(None).await.unwrap(), "SELECT 1")
                     .await
                     .unwrap();
-                let began = std::time::Instant::now();
                 let ended = polled(polls, async {
                     let Begun::First(mut doing) = once.begin(&pool).await? else {
                         panic!("nobody else begins");
@@ -486,6 +487,7 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                 let is_same = sessions.replace(now).is_none_or(|before| before == now);
                 let is_slow = began.elapsed() > Duration::from_secs(2);
                 assert!(is_same || is_slow, "a session was replaced at {polls}");
+                began = std::time::Instant::now();
                 // What was dropped in its end is done, or not.
                 let done = matches!(once.begin(&pool).await.unwrap(), Begun::Before(_));
                 let effects = number(

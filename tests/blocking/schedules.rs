@@ -13,7 +13,9 @@ use workbench::{RoundTrips, When};
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, hourly, impatient_pool, installed, number, run, text, truth};
+use crate::support::{
+    eventually, hourly, impatient_pool, installed, number, once_at_least, run, text, truth,
+};
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(HOUR, 3);
@@ -292,18 +294,28 @@ fn a_run_that_ignores_its_longest_time_holds_the_tick_until_the_lease_expires() 
     let pool = pool(&database, 4);
     let look = &mut database.connect();
     let limit = Duration::from_secs(4);
-    let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
-    due(&schedule, &pool, 1);
+    let schedule = REPORT.clone().after_crash(limit, 3).longest(limit);
     let stored = "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' FROM resource_control.schedule_state)";
-    let ran = schedule.run_due(&pool, hourly, |_| {
-        eventually("it is stored why", || truth(look, stored));
-        Ok::<_, Error>(())
+    // On a slow machine the run may be lost before it is too long.
+    once_at_least("it is stored why", || {
+        run(look, "DELETE FROM resource_control.schedule");
+        due(&schedule, &pool, 1);
+        let (began, mut is_stored) = (Instant::now(), false);
+        let ran = schedule.run_due(&pool, hourly, |_| {
+            while !is_stored && began.elapsed() < 5 * limit {
+                is_stored = truth(look, stored);
+            }
+            Ok::<_, Error>(())
+        });
+        if is_stored {
+            assert_matches!(ran, Ok(RunDue::Ran));
+            assert!(truth(
+                look,
+                "(SELECT state = 'done' AND error IS NULL FROM resource_control.schedule_state)"
+            ));
+        }
+        is_stored
     });
-    assert_matches!(ran, Ok(RunDue::Ran));
-    assert!(truth(
-        look,
-        "(SELECT state = 'done' AND error IS NULL FROM resource_control.schedule_state)"
-    ));
 }
 
 #[test]
@@ -513,10 +525,11 @@ fn a_loop_runs_a_tick_again_whose_loss_was_noticed() {
     let (stop, mut ticks) = (Stop::new(), Vec::new());
     REPORT
         .clone()
-        .after_crash(BRIEF, 3)
+        // On a slow machine a lease may be lost before its run begins.
+        .after_crash(BRIEF, 1000)
         .run(&pool, &stop, hourly, |tick| {
             ticks.push((tick.at(), tick.attempt()));
-            if tick.attempt() == 1 {
+            if ticks.len() == 1 {
                 // Its own clock says so.
                 proxy.cut();
                 assert!(tick.wait_for_loss(Duration::MAX));
@@ -528,8 +541,10 @@ fn a_loop_runs_a_tick_again_whose_loss_was_noticed() {
             Ok::<_, Error>(())
         })
         .unwrap();
-    assert_eq!(ticks.len(), 2);
-    assert_eq!((ticks[0].1, ticks[1]), (1, (ticks[0].0, 2)));
+    let [(first, before), (again, after)] = ticks[..] else {
+        panic!("{ticks:?}")
+    };
+    assert!(first == again && before < after, "{ticks:?}");
 }
 
 /// At most one run is allowed, so a claim that counts as an attempt loses the tick.

@@ -12,7 +12,7 @@ use crate::half::{
     AdvisoryLock, Error, PgPool, Schedule, Semaphore, make_pool, migrations, on_first, pool, wait,
     while_it_runs,
 };
-use crate::support::{Role, eventually, installed, number, run, text, truth};
+use crate::support::{LEASE, Role, eventually, installed, number, run, text, truth};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("copies");
 static SLOT: Semaphore = Semaphore::named("copies", 1, Duration::from_secs(60));
@@ -301,7 +301,7 @@ fn tokens_restart_in_any_case_and_holders_keep_what_they_hold() {
     let database = installed();
     let (pool, conn) = (pool(&database, 8), &mut database.connect());
     let holder = Semaphore::named("holder", 1, Duration::from_secs(3600));
-    let schedule = Schedule::named("copies").after_crash(Duration::from_secs(3), 3);
+    let schedule = Schedule::named("copies").after_crash(LEASE, 3);
     let is_first = AtomicBool::new(true);
     let work = |_attempt| is_first.swap(false, Ordering::Relaxed);
     let every = diesel_interlock::schedule::every(Duration::from_millis(1));

@@ -351,14 +351,14 @@ fn assert_refused_without_a_connection<T: Send>(
     waits: impl Fn(&PgPool, Duration) -> Result<T> + Sync,
     is_refused: impl Fn(&T) -> bool,
 ) {
-    let proxy = RoundTrips::in_front_of(database);
-    let pool = make_pool(&proxy.url(), 1, MINUTE);
-    on_one(&pool, |_| ());
     once_at_least("it is refused", || {
+        let proxy = RoundTrips::in_front_of(database);
+        let pool = make_pool(&proxy.url(), 1, MINUTE);
+        on_one(&pool, |_| ());
         let (before, began) = (proxy.round_trips(), Instant::now());
         thread::scope(|scope| {
             let waiter = scope.spawn(|| waits(&pool, Duration::from_secs(3)));
-            // A check-out, and a statement.
+            // A check-out, and a statement, which is prepared on this connection for the first time.
             eventually("it was refused", || {
                 proxy.round_trips() >= before + 3 || waiter.is_finished()
             });

@@ -8,7 +8,7 @@ use workbench::Database;
 use crate::assert_matches;
 use crate::half::*;
 use crate::support::{
-    IN_FLIGHT, Observer, Wanted, assert_pool_whole, eventually, installed, number,
+    IN_FLIGHT, Observer, Wanted, assert_pool_whole, eventually, in_a_quick_round, installed, number,
 };
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("returned");
@@ -166,19 +166,26 @@ fn no_transaction_of_plain_sql_goes_back_into_the_pool_after_a_failed_work() {
     let database = Database::new();
     for aborts in [false, true] {
         for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
+            let mut observer = Observer::of(&database);
             let pool = pool(&database, 1);
-            let failed: Result<()> = wait(lock.with(
-                &pool,
-                work!(|conn| {
-                    reply!(execute(conn, "BEGIN; SELECT 1"))?;
-                    if aborts {
-                        reply!(execute(conn, "SELECT 1/0"))?;
-                    }
-                    Err(Error::TimedOut)
-                }),
-            ));
-            failed.unwrap_err();
-            assert_eq!(Observer::of(&database).all_held(), 0);
+            // After two seconds without a reply, its connection is closed.
+            let held = in_a_quick_round(Duration::from_secs(2), || {
+                let failed: Result<()> = wait(lock.with(
+                    &pool,
+                    work!(|conn| {
+                        reply!(execute(conn, "BEGIN; SELECT 1"))?;
+                        if aborts {
+                            reply!(execute(conn, "SELECT 1/0"))?;
+                        }
+                        Err(Error::TimedOut)
+                    }),
+                ));
+                failed.unwrap_err();
+                observer.all_held()
+            });
+            // A blocking connection sees the transaction, so its session is ended.
+            assert!(held == 0 || !IS_ASYNC);
+            eventually("nothing is held", || observer.all_held() == 0);
             assert_pool_whole(&pool, &database);
         }
     }

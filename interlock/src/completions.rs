@@ -28,7 +28,7 @@ impl Completions {
     }
 }
 
-/// The program, and then its commands, all on one page.
+/// Writes one manual page for the program and all of its commands.
 pub(crate) fn man() -> Result<i32, Failure> {
     let mut command = Arguments::command();
     command.build();

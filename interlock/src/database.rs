@@ -1,4 +1,4 @@
-//! The database of the environment, and how it is asked.
+//! The connection to the database that the environment names, and the queries on it.
 //!
 //! **`ps` and `doctor` let the server write JSON**, so a new table needs nothing but a query.
 //!
@@ -56,8 +56,8 @@ const VARIABLES: [&str; 6] = [
     "PGSERVICE",
 ];
 
-/// `DATABASE_URL`, or nothing if libpq has variables of its own, with a name for this program and a
-/// limit for connecting where it has none.
+/// `DATABASE_URL`, or an empty URL if libpq's own variables are set. Adds an application name, and
+/// a connect timeout if none is set.
 pub(crate) fn url(purpose: &str) -> Result<String, Failure> {
     let url = env::var("DATABASE_URL").unwrap_or_default();
     let mut url = url.trim().to_owned();
@@ -67,7 +67,7 @@ pub(crate) fn url(purpose: &str) -> Result<String, Failure> {
             postgres://app@db/app, or the variables of libpq, such as PGHOST or PGSERVICE";
         return Err(Failure::new(Failure::SET_UP, message));
     }
-    // PostgreSQL would cut it by itself, and say so each time.
+    // PostgreSQL would truncate a longer name by itself, and print a notice each time.
     let mut name = format!("interlock {purpose}");
     while name.len() > 63 {
         name.pop();
@@ -85,7 +85,7 @@ fn add(url: &mut String, name: &str, value: &str) {
         .iter()
         .find_map(|scheme| url.strip_prefix(scheme))
     {
-        // A password may have the mark, too.
+        // A password may contain a question mark, too.
         let rest = match rest.find(['@', '/']) {
             Some(end) if rest[end..].starts_with('@') => &rest[end..],
             _ => rest,
@@ -110,8 +110,8 @@ pub(crate) fn connect(url: &str) -> Result<PgConnection, Failure> {
     })
 }
 
-/// Whether the libpq that is linked knows TLS. One that does not refuses the parameter; any other
-/// finds no server there.
+/// Whether the linked libpq was built with TLS. Without TLS, libpq refuses the parameter before it
+/// looks for the server, which does not exist.
 pub(crate) fn has_tls() -> bool {
     let nowhere = "host=/dev/null sslmode=require connect_timeout=2";
     match PgConnection::establish(nowhere) {
@@ -120,13 +120,13 @@ pub(crate) fn has_tls() -> bool {
     }
 }
 
-/// How long a database may take to reply: a pooler that is full accepts connections, and then says
-/// nothing.
+/// How long a database may take to reply. A pooler whose server connections are all in use accepts
+/// a client, and then sends nothing.
 pub(crate) const SILENCE: Duration = Duration::from_secs(30);
 
-/// Does some work, and ends the program with a reason if that takes longer.
+/// Runs `work`, and exits the program with a message if the work takes longer than [`SILENCE`].
 pub(crate) fn in_time<T>(work: impl FnOnce() -> T) -> T {
-    let (_done, is_done) = mpsc::channel::<()>();
+    let (_done, is_done) = mpsc::channel::<()>(); // `_done` is dropped when the work has ended
     let _ = thread::Builder::new().spawn(move || {
         if is_done.recv_timeout(SILENCE) == Err(RecvTimeoutError::Timeout) {
             say!("{}", silent().message);
@@ -157,14 +157,14 @@ impl CustomizeConnection<PgConnection, diesel::r2d2::Error> for Unprepared {
     }
 }
 
-/// For the statements of the library, whose operators are looked up by the search path.
+/// Sets the search path for the whole session, for the statements of the library.
 fn own(conn: &mut PgConnection) -> QueryResult<()> {
     conn.batch_execute("SET search_path = pg_catalog, pg_temp")
 }
 
 type Session = PooledConnection<ConnectionManager<PgConnection>>;
 
-/// The sessions behind a pool, on request this program's own.
+/// A pool. After [`make_own`](Self::make_own) its sessions have a trusted search path.
 #[derive(Debug, Clone)]
 pub(crate) struct Sessions {
     pub(crate) pool: PgPool,
@@ -178,8 +178,8 @@ impl Sessions {
         session.map_err(|error| Failure::new(Failure::UNAVAILABLE, unreachable(&error)))
     }
 
-    /// From now on the sessions trust no search path. Only where no pooler gives them to others
-    /// between two statements.
+    /// Sets a trusted search path in all sessions, present and future. Only for connections without
+    /// a pooler in transaction mode, which would hand these sessions to other clients.
     pub(crate) fn make_own(&self) -> Result<(), Error> {
         self.are_own.store(true, Ordering::Relaxed);
         let mut idle = Vec::new();
@@ -191,14 +191,14 @@ impl Sessions {
     }
 }
 
-/// A pool for a lock and its renewals, of a database that is there.
+/// A pool, after a first connection has succeeded.
 pub(crate) fn pool(url: &str) -> Result<PgPool, Failure> {
-    // A pool tries again until its timeout where a connection says at once what is wrong.
+    // r2d2 retries until its timeout, while a single connection returns the server's error at once.
     drop(connect(url)?);
     Ok(sessions(url)?.pool)
 }
 
-/// The same, of a database that may be away for now.
+/// A pool of a database that may be unavailable at the moment.
 pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
     let are_own = Arc::new(AtomicBool::new(false));
     let pool = Pool::builder()
@@ -211,13 +211,14 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
     Ok(Sessions { pool, are_own })
 }
 
-/// A role that may create functions in a schema of the search path must not see them called by the
-/// role of this program, which may be a superuser. Not for longer than a transaction, because a
-/// pooler gives the session to others.
+/// Settings of each transaction. The search path is set because another role may have created
+/// functions in one of its schemas, and this program, perhaps as a superuser, must not call them.
+/// `SET LOCAL`, because a pooler hands the session to other clients after the transaction.
 const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0; \
     SET LOCAL quote_all_identifiers = off; SET LOCAL standard_conforming_strings = on";
 
-/// What only reads cannot be made to write: a function of others could otherwise grant them a role.
+/// Set for queries, so that no function of another role that a query may call can write, for
+/// example grant that role the rights of this one.
 const READ_ONLY: &str = "SET LOCAL transaction_read_only = on";
 
 #[derive(QueryableByName)]
@@ -236,7 +237,7 @@ pub(crate) fn rows(conn: &mut PgConnection, query: &str) -> QueryResult<Vec<Valu
     rows_of(conn, query, None, true)
 }
 
-/// The same of a query with `$1`.
+/// The rows of a query with `$1`.
 pub(crate) fn rows_with(
     conn: &mut PgConnection,
     query: &str,
@@ -280,7 +281,7 @@ fn rows_of(
     }
 }
 
-/// Runs statements whose rows are of no interest.
+/// Runs statements that return no rows.
 pub(crate) fn execute(conn: &mut PgConnection, statements: &str) -> QueryResult<()> {
     conn.transaction(|conn| {
         conn.batch_execute(OWN)?;
@@ -288,9 +289,9 @@ pub(crate) fn execute(conn: &mut PgConnection, statements: &str) -> QueryResult<
     })
 }
 
-/// Who has which right beyond the objects that it owns. A role has those of each role that it may
-/// become, which a function can do. `pg_monitor` and `pg_signal_backend` are no such right, because
-/// roles that only look have them.
+/// The rights of each role beyond the objects that it owns. A role counts as having the rights of
+/// every role that it is a member of, because a function may `SET ROLE`. `pg_monitor` and
+/// `pg_signal_backend` are left out, because roles that only observe have them.
 const POWERS: &str = "
     SELECT a.power, r.oid AS role FROM pg_roles AS r, LATERAL (VALUES
         ('SUPERUSER', r.rolsuper), ('CREATEROLE', r.rolcreaterole), ('REPLICATION', r.rolreplication),
@@ -301,8 +302,8 @@ const POWERS: &str = "
             alloydbsuperuser,azure_pg_admin,neon_superuser}'))
     ) AS a (power, is_had) WHERE a.is_had";
 
-/// The schema `resource_control`, as this role may use it. Nothing of the schema is read, called or
-/// written before this is known.
+/// The schema `resource_control`, as this role may use it. This is determined before anything in
+/// the schema is read, called or written.
 #[derive(Debug)]
 pub(crate) enum Schema {
     Absent,
@@ -312,7 +313,7 @@ pub(crate) enum Schema {
         owner: String,
         power: String,
     },
-    /// This role has no right to use it, which locks do not need.
+    /// This role has no right to use the schema. Locks do not need the schema.
     Closed,
     /// This role may read the views and write nothing, as `grants.sql --set=reads=1` grants.
     Readable,
@@ -369,8 +370,9 @@ impl Schema {
         })
     }
 
-    /// Creates the schema, empty, if this role has a right that another one may lack, so that no
-    /// other can create it first. What the migrations refuse stays as it is.
+    /// Creates the empty schema if this role has rights that other roles may lack, so that none of
+    /// them can create it first, and own it. Does nothing where the migrations would refuse to
+    /// install.
     pub(crate) fn claim(conn: &mut PgConnection) -> QueryResult<()> {
         execute(
             conn,
@@ -387,7 +389,7 @@ impl Schema {
         )
     }
 
-    /// Why not even its views are read.
+    /// Why not even the views of the schema are read, if so.
     pub(crate) fn why_unread(&self) -> Option<String> {
         match self {
             Self::Absent => Some("the schema resource_control is not installed".to_owned()),
@@ -401,7 +403,8 @@ impl Schema {
         }
     }
 
-    /// For what needs it. A right that is missing is PostgreSQL's own message.
+    /// An error if the schema is absent or foreign. A missing right is left to PostgreSQL's own
+    /// message.
     pub(crate) fn require(&self) -> Result<(), Failure> {
         match (self, self.why_unread()) {
             (Self::Absent, _) => Err(Error::NotInstalled.into()),
@@ -411,7 +414,8 @@ impl Schema {
     }
 }
 
-/// The number of a lock as in [`LOCKS`]: of a name, or written as a number or a pair.
+/// The number of a lock as [`LOCKS`] shows it. `name` is the lock's name or, if `is_number`, its
+/// number or pair.
 pub(crate) fn lock(name: &str, is_number: bool) -> Result<String, Failure> {
     if !is_number {
         return Ok(LockKey::from(name.to_owned()).id()?.to_string());

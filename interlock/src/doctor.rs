@@ -47,15 +47,15 @@ impl Doctor {
     pub(crate) fn run(self) -> Result<i32, Failure> {
         let (is_json, is_strict) = (self.json, self.strict);
         let report = Report::default();
-        let (asked, is_asked) = mpsc::channel();
-        let seen = report.clone();
+        let (sender, result) = mpsc::channel();
+        let shared = report.clone();
         thread::Builder::new()
             .spawn(move || {
-                let _ = asked.send(self.examine(&seen));
+                let _ = sender.send(self.examine(&shared));
             })
             .map_err(|error| Failure::new(Failure::SYSTEM, error))?;
-        // What was found until then is said in any case.
-        let status = is_asked.recv_timeout(SILENCE).unwrap_or_else(|_| {
+        // After a timeout, the findings until then are printed, too.
+        let status = result.recv_timeout(SILENCE).unwrap_or_else(|_| {
             let silent = database::silent();
             let (found, why) = split(&silent);
             report.add("fail", &found, &why, "", "");
@@ -71,19 +71,20 @@ impl Doctor {
         Ok(status.unwrap_or(is_bad.into()))
     }
 
-    /// Returns a status if not everything could be asked.
+    /// Returns an exit status if a question could not be asked.
     fn examine(&self, report: &Report) -> Option<i32> {
         let mut url = String::new();
         let asked = database::url("doctor").and_then(|it| {
             url = it;
-            // A pool tries again until its timeout where a connection says at once what is wrong.
+            // r2d2 retries until its timeout, while a single connection returns the server's error
+            // at once.
             drop(database::connect(&url)?);
             self.ask(&database::sessions(&url)?, report)
         });
         asked.err().map(|failure| report.fail(&failure, &url))
     }
 
-    /// Over as few sessions as possible, because a pooler may have only one.
+    /// Runs all questions, over as few sessions as possible, because a pooler may allow only one.
     fn ask(&self, sessions: &Sessions, report: &Report) -> Result<(), Failure> {
         if database::has_tls() {
             report.ok("this program has TLS");
@@ -112,7 +113,7 @@ impl Doctor {
         match check_exclusion(&sessions.pool) {
             Ok(()) => report.ok("session locks exclude on this connection: no pooler in \
                 transaction mode is in between"),
-            // That was said.
+            // A question of `SERVER` has reported this.
             Err(Error::Standby) => {}
             Err(error @ Error::NotExclusive(_)) => {
                 let (found, why) = split(&error.into());
@@ -161,7 +162,7 @@ impl Doctor {
             Schema::Foreign { .. } => {
                 let failed = schema.require().err();
                 let (found, why) = failed.as_ref().map(split).unwrap_or_default();
-                // For its owner, it may well be in order.
+                // The schema may be in order for its owner.
                 let level = if self.needs_schema { "fail" } else { "warn" };
                 report.add(level, &found, &why, "", "");
                 return Ok(());
@@ -197,7 +198,7 @@ impl Doctor {
             Err(error @ Error::CopiedSchema { .. }) => {
                 let (found, why) = split(&error.into());
                 report.add("fail", &found, &why, "", "interlock install");
-                // Sequences that are behind their rows are repaired by the same.
+                // The same command repairs sequences that are behind their rows.
                 of_tables = &[];
                 Ok(())
             }
@@ -217,10 +218,11 @@ impl Doctor {
                     report.of(conn, &self.with_ages(query))?;
                 }
             }
-            // These were said.
+            // `SERVER` and `GRANTS` have reported these.
             Err(Error::Encoding(_)) => {}
             Err(_) if !are_granted => {}
-            // What was said may hide rows.
+            // A finding of `AS_INSTALLED`, such as row security, may hide the rows of
+            // `installed_migration`.
             Err(Error::NotInstalled) if !is_as_installed => {}
             Err(Error::NotInstalled) => {
                 let found = "the schema resource_control is there, but not installed completely: \
@@ -234,7 +236,7 @@ impl Doctor {
                 );
             }
             Err(Error::Incomplete { missing, .. }) => {
-                // The columns first, which what is missing may need.
+                // The missing columns first, because the missing objects may need them.
                 for it in objects::differences(conn)? {
                     report.add("fail", &it.found, &it.why, &it.sql, &it.shell);
                 }
@@ -265,14 +267,14 @@ impl Doctor {
     }
 }
 
-/// The errors of the library say what was found, and what to do.
+/// Splits an error of the library, whose text is the finding, a colon and the remedy.
 fn split(failure: &Failure) -> (String, String) {
     let message = &failure.message;
     let (found, remedy) = message.split_once(": ").unwrap_or((message, ""));
     (found.to_owned(), remedy.to_owned())
 }
 
-/// Something that was found.
+/// A finding.
 #[derive(Debug)]
 struct Line {
     /// `ok`, `warn` or `fail`.
@@ -284,11 +286,12 @@ struct Line {
     sql: String,
     /// The same for a shell.
     shell: String,
-    /// The session that it is about.
+    /// The session that the finding is about.
     pid: Option<i64>,
 }
 
-/// Shared, because it is said also if the thread that writes it gets no reply.
+/// Shared, because the main thread prints the report also if the thread that writes it gets no
+/// reply.
 #[derive(Debug, Clone, Default)]
 struct Report {
     lines: Arc<Mutex<Vec<Line>>>,
@@ -322,17 +325,17 @@ impl Report {
         });
     }
 
-    /// What was said is not said again, and of a session only the first.
+    /// Adds a finding, unless the report has the same finding, or another one about the session.
     fn push(&self, line: Line) {
         let mut lines = self.lines();
-        let is_said =
+        let is_known =
             |it: &Line| it.found == line.found || line.pid.is_some() && it.pid == line.pid;
-        if !lines.iter().any(is_said) {
+        if !lines.iter().any(is_known) {
             lines.push(line);
         }
     }
 
-    /// A question that cannot be answered is a finding, too.
+    /// Adds the rows of a question. A question that fails is a finding, too.
     fn of(&self, conn: &mut PgConnection, query: &str) -> Result<(), Failure> {
         let rows = match database::rows(conn, query) {
             Ok(rows) => rows,
@@ -373,7 +376,7 @@ impl Report {
         Ok(())
     }
 
-    /// Why no more could be asked. Returns the status.
+    /// Adds the failure that has ended the examination, and returns the exit status.
     fn fail(&self, failure: &Failure, url: &str) -> i32 {
         let found = failure.message.trim().replace('\n', " ");
         self.add(
@@ -399,7 +402,7 @@ impl Report {
                 let colon = if is_followed { ":" } else { "" };
                 text += &format!("      {}{colon}\n", line.why);
             }
-            // Alone on its line, to be pasted.
+            // On its own line, so that it can be copied.
             for what in [&line.sql, &line.shell]
                 .into_iter()
                 .filter(|it| !it.is_empty())

@@ -1,5 +1,5 @@
-//! What `interlock run` holds, on a thread of its own, because a database that does not reply must
-//! not keep the main thread from looking after the command.
+//! The lock or permit of `interlock run`. It is held on a separate thread, because a database that
+//! does not reply must not block the main thread, which supervises the command.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::thread;
@@ -17,21 +17,21 @@ use crate::{Failure, database, holders, ps, say};
 /// also how often a session lock is checked.
 pub(crate) const PIECE: Duration = Duration::from_secs(1);
 
-/// A wait as long as this is explained.
+/// After a wait of this length, a message says who holds the lock.
 pub(crate) const WORTH_SAYING: Duration = Duration::from_secs(5);
 
-/// How long a connection is waited for at a time.
-const LONGEST: Duration = Duration::from_secs(10);
+/// How long one attempt waits for a connection.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What became of it.
+/// What the thread that holds the lock or permit reports to the main thread.
 pub(crate) enum News {
-    /// From now on it may be held.
+    /// From now on the lock may be held.
     Connected,
-    /// It is held, with this fencing token. Told again whenever that was seen.
+    /// The lock is held, with this fencing token. Sent again after every check that confirms it.
     Held(Option<i64>),
-    /// It is waited for. Who holds it, as far as that is known.
+    /// The wait is long. The holders, as far as they are known.
     Waits(Vec<String>),
-    /// It was busy until the end of the wait. Who holds it, as far as that is known.
+    /// The lock was busy until the end of the wait. The holders, as far as they are known.
     Busy(Vec<String>),
     Failed(Failure),
     Lost,
@@ -71,12 +71,13 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
                 tell(News::Lost);
                 let _ = end.recv();
                 drop(held);
-                // The command may have ended before that was heard.
+                // The command may have ended before the main thread received `Lost`.
                 return tell(News::Failed(Failure::new(Failure::LOST, of.lost())));
             }
-            // An error, such as for want of a right, is a reply of the session that holds the lock.
+            // An error of the server, such as a missing right, is also a reply, and the session
+            // that sends it still holds the lock.
             Err(error) if !error.is_unavailable() => tell(News::Held(token)),
-            // Silence, if it goes on.
+            // The main thread counts the time without news, and decides.
             Err(_) => {}
         }
     }
@@ -86,19 +87,20 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
     });
 }
 
-/// A database that cannot be reached is said at once, and may be there before the wait is over.
+/// Connects. If the database cannot be reached, says so at once, and goes on: the database may be
+/// back before the wait is over.
 fn connected(url: &str, wait: Duration) -> Result<Sessions, Failure> {
     match database::connect(url) {
         Err(failure) if failure.status == Failure::UNAVAILABLE && !wait.is_zero() => {
             say!("{failure}");
-            say!("trying again until the wait is over");
+            say!("retrying until the wait is over");
         }
         connected => drop(connected?),
     }
     database::sessions(url)
 }
 
-/// Waits piece by piece. A database that is away for a moment does not end a wait.
+/// Waits piece by piece. An outage of the database does not end the wait.
 fn take(
     of: &Of,
     url: &str,
@@ -115,15 +117,16 @@ fn take(
             return Ok(None);
         }
         let is_last = rest <= PIECE;
-        // The pool by itself would wait for longer than the rest.
+        // Limited to the rest of the wait, which may be shorter than the pool's own timeout.
         let mut attempt = || -> Result<_, Failure> {
             if !is_checked {
                 of.check(url, sessions)?;
                 is_checked = true;
-                // On a slow network to connect takes longer than a piece, and is no part of the wait.
+                // On a slow network it takes longer than a piece to connect, so this is done
+                // before.
                 drop(sessions.pool.get());
             }
-            drop(sessions.get(rest.clamp(PIECE, LONGEST))?);
+            drop(sessions.get(rest.clamp(PIECE, CONNECTION_TIMEOUT))?);
             Ok(of.take(&sessions.pool, rest.min(PIECE))?)
         };
         let taken = attempt();
@@ -149,11 +152,11 @@ fn take(
     }
 }
 
-/// What is to be held.
+/// What `interlock run` is to hold.
 pub(crate) enum Of {
-    /// With its number.
+    /// The lock and its number.
     Lock(AdvisoryLock, String),
-    /// With its name.
+    /// The semaphore and its name.
     Permit(Semaphore, String),
 }
 
@@ -181,23 +184,24 @@ impl Of {
         Self::Permit(semaphore.keep_alive().details(details), name)
     }
 
-    /// Behind a pooler in transaction mode a session lock excludes nobody, and stays when its
-    /// holder has gone. Otherwise the sessions are this program's own. A permit needs the schema.
+    /// For a lock: an error behind a pooler in transaction mode, where a session lock excludes
+    /// nobody and outlives its holder. For a permit: an error without the schema.
     fn check(&self, url: &str, sessions: &Sessions) -> Result<(), Failure> {
         if let Self::Permit(..) = self {
-            let mut conn = sessions.get(LONGEST)?;
+            let mut conn = sessions.get(CONNECTION_TIMEOUT)?;
             return Schema::of(&mut conn)?.require();
         }
-        // In a pool of its own, because only the check needs two sessions, and a wait may be long.
+        // In a separate pool, which is dropped afterwards: only the check needs two sessions, and
+        // the second one would stay open for the whole wait.
         let two = database::sessions(url)?;
-        drop(two.get(LONGEST)?);
+        drop(two.get(CONNECTION_TIMEOUT)?);
         match check_exclusion(&two.pool) {
             Err(error @ (Error::Pool(_) | Error::TimedOut))
                 if two.pool.state().connections == 1 =>
             {
                 say!(
-                    "it was not checked whether a pooler is in between, because that needs a \
-                        second connection: {error}"
+                    "cannot check whether the connection goes through a pooler in transaction \
+                        mode, because that needs a second connection: {error}"
                 );
             }
             checked => checked?,
@@ -206,7 +210,7 @@ impl Of {
         Ok(sessions.make_own()?)
     }
 
-    /// Who holds it, a line each.
+    /// The holders, a line each.
     fn holders(&self, pool: &PgPool) -> Vec<String> {
         let holders = pool.get().ok().map(|mut conn| match self {
             Self::Lock(_, number) => holders::of_lock(&mut conn, number),
@@ -215,7 +219,7 @@ impl Of {
         holders.and_then(Result::ok).unwrap_or_default()
     }
 
-    /// Why nothing is heard of the database, as another session sees it.
+    /// Why the database does not reply, if another session can see the reason.
     pub(crate) fn silence(url: &str) -> Option<String> {
         const WAITS: &str = "
             SELECT current_setting('synchronous_standby_names') AS names FROM pg_stat_activity
@@ -230,7 +234,7 @@ impl Of {
         ))
     }
 
-    /// What is said if it is lost.
+    /// The message for a lost lock or permit.
     pub(crate) fn lost(&self) -> String {
         match self {
             Self::Lock(_, number) => format!(
@@ -268,7 +272,8 @@ impl Of {
 }
 
 impl Held {
-    /// None without the schema, or without the right to use it, which session locks do not need.
+    /// The fencing token. None without the schema, or without the right to use it; a session lock
+    /// works without both.
     fn token(&mut self) -> Result<Option<i64>, Error> {
         match self {
             Self::Permit(permit) => Ok(Some(permit.fencing_token())),
@@ -294,7 +299,7 @@ impl Held {
         }
     }
 
-    /// A round trip for a lock. A permit knows.
+    /// For a lock, this is a round trip. A permit knows it from its own renewals.
     fn is_held(&mut self) -> Result<bool, Error> {
         match self {
             Self::Lock(guard) => guard.is_held(),

@@ -1,4 +1,4 @@
-//! Who holds a lock, or the slots of a semaphore, in words.
+//! The holders of a lock, or of a semaphore's slots, as text for messages.
 
 use diesel::QueryResult;
 use diesel::pg::PgConnection;

@@ -1,4 +1,4 @@
-//! `interlock install`: the schema, or what it lacks.
+//! `interlock install`: creates the schema, or the parts that are missing in it.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -18,10 +18,10 @@ use crate::{Failure, duration, holders, say};
 /// too.
 const LOCK: &str = migrations::LOCK;
 
-/// How often it is tried.
+/// How often the lock is tried.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A wait as long as this is said.
+/// After a wait of this length, a message names the holder.
 const WORTH_SAYING: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -64,35 +64,36 @@ impl Install {
             free(&mut conn, self.wait)?;
         }
         install(pool, &mut conn, self.wait, self.restored)?;
-        let mut done = Vec::new();
+        let mut changes = Vec::new();
         if is_new && repaired.is_empty() {
-            done.push("installed".to_owned());
+            changes.push("installed".to_owned());
         } else if is_new {
-            done.push(format!(
+            changes.push(format!(
                 "repaired by the migrations {}",
                 repaired.join(", ")
             ));
         }
-        // A copy may show itself only to what sets the base.
+        // Where the server does not say that this is a copy, only a new base shows it.
         let is_base_new = base_before.is_some_and(|it| base(&mut conn) != Some(it));
         if self.restored || is_copy || is_base_new {
-            done.push("fencing tokens continue above all that are known".to_owned());
+            changes.push("fencing tokens continue above all that are known".to_owned());
         }
-        if done.is_empty() {
-            done.push("nothing to do".to_owned());
+        if changes.is_empty() {
+            changes.push("nothing to do".to_owned());
         }
-        let what = done.join("; ");
+        let what = changes.join("; ");
         writeln!(io::stdout(), "resource_control: {what}")?;
         Ok(0)
     }
 }
 
-/// Nothing runs in a schema of somebody who may do less, and the schema is created here, before
-/// another role can do so while the installation waits for a lock.
+/// Refuses a schema that belongs to a role with fewer rights. Creates an absent schema here, before
+/// another role can create it while the installation waits for a lock.
 fn claim(conn: &mut PgConnection) -> Result<(), Failure> {
     let mut schema = Schema::of(conn)?;
     if matches!(schema, Schema::Absent) {
-        // If that fails, the migrations say why; if somebody was faster, the next look does.
+        // If this fails, the migrations return the reason. If another role was faster, the next
+        // query finds its schema.
         let _ = Schema::claim(conn);
         schema = Schema::of(conn)?;
     }
@@ -102,25 +103,25 @@ fn claim(conn: &mut PgConnection) -> Result<(), Failure> {
     }
 }
 
-/// Where fencing tokens are counted from, if that is known.
+/// The base from which fencing tokens are counted, if it can be read.
 fn base(conn: &mut PgConnection) -> Option<Value> {
     const BASE: &str = "SELECT identity, base FROM resource_control.token_base";
     rows(conn, BASE).ok()?.pop()
 }
 
-/// Waits until nobody has the lock of the migrations, because the migrations themselves wait for it
-/// without a limit.
+/// Waits until the lock of the migrations is free, because the migrations themselves would wait for
+/// it without a limit.
 fn free(conn: &mut PgConnection, wait: Duration) -> Result<(), Failure> {
-    let (began, mut is_said) = (Instant::now(), false);
+    let (began, mut is_reported) = (Instant::now(), false);
     let attempt = format!("SELECT pg_try_advisory_xact_lock({LOCK}) AS is_free");
     while rows(conn, &attempt)?
         .iter()
         .any(|row| row["is_free"] == false)
     {
         let is_over = began.elapsed() >= wait;
-        if is_over || !is_said && began.elapsed() >= WORTH_SAYING.min(wait / 2) {
+        if is_over || !is_reported && began.elapsed() >= WORTH_SAYING.min(wait / 2) {
             let holders = holders::of_lock(conn, LOCK)?.join("; ");
-            is_said = true;
+            is_reported = true;
             say(&holders, is_over)?;
         }
         thread::sleep(PAUSE);
@@ -140,14 +141,14 @@ fn say(holders: &str, is_over: bool) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Installs, and looks meanwhile for whom it waits.
+/// Installs on a separate thread, and reports meanwhile which session the installation waits for.
 fn install(
     pool: PgPool,
     conn: &mut PgConnection,
     wait: Duration,
     is_restored: bool,
 ) -> Result<(), Failure> {
-    // Those of this program have the same name as this session.
+    // The sessions of the pool have the same application name as this session.
     let waits = format!(
         "SELECT DISTINCT blocker AS pid, usename AS role, application_name AS application
             FROM (SELECT unnest(pg_blocking_pids(pid)) AS blocker FROM pg_stat_activity
@@ -159,10 +160,10 @@ fn install(
             '{LOCK}'
             AND EXISTS (SELECT FROM ({LOCKS}) AS w WHERE w.state = 'waits' AND w.lock = '{LOCK}')"
     );
-    let (done, is_done) = mpsc::channel();
+    let (sender, result) = mpsc::channel();
     thread::Builder::new()
         .spawn(move || {
-            let _ = done.send(if is_restored {
+            let _ = sender.send(if is_restored {
                 migrations::restart_tokens(&pool)
             } else {
                 migrations::install(&pool)
@@ -171,10 +172,13 @@ fn install(
         .map_err(|error| Failure::new(Failure::SYSTEM, error))?;
     let mut waiting: Option<(Instant, bool)> = None;
     loop {
-        match is_done.recv_timeout(Duration::from_secs(1)) {
+        match result.recv_timeout(Duration::from_secs(1)) {
             Ok(installed) => return Ok(installed?),
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::new(Failure::SYSTEM, "the installation has ended"));
+                return Err(Failure::new(
+                    Failure::SYSTEM,
+                    "the installation has panicked",
+                ));
             }
             Err(RecvTimeoutError::Timeout) => {}
         }
@@ -183,7 +187,7 @@ fn install(
             waiting = None;
             continue;
         };
-        let (since, is_said) = waiting.get_or_insert((Instant::now(), false));
+        let (since, is_reported) = waiting.get_or_insert((Instant::now(), false));
         let text = |member: &str| first[member].as_str().unwrap_or("unknown").to_owned();
         let what = format!(
             "waits for session {} of {} ({}), which holds a lock that the installation needs",
@@ -194,9 +198,9 @@ fn install(
         if since.elapsed() >= wait {
             return Err(Failure::new(Failure::BUSY, what));
         }
-        if !*is_said {
+        if !*is_reported {
             say!("{what}");
-            *is_said = true;
+            *is_reported = true;
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The command: it has its own process group, ends with this process, and gets the terminal when it
-//! needs it.
+//! The process of the command. It has its own process group, is killed when this process dies, and
+//! gets the terminal when it needs the terminal.
 //!
 //! **`interlock` starts itself again as `interlock __exec` to set the parent-death signal.** The
 //! signal must be set between fork and exec, and without `unsafe` only a separate program can run
@@ -28,7 +28,7 @@ use crate::say;
 /// The hidden subcommand by which this program becomes the command.
 pub(crate) const EXEC: &str = "__exec";
 
-/// Forwarded to the command.
+/// The signals that are forwarded to the command.
 pub(crate) const FORWARDED: [Signal; 6] = [
     Signal::SIGHUP,
     Signal::SIGINT,
@@ -57,7 +57,7 @@ pub(crate) fn exec(mut arguments: impl Iterator<Item = OsString>) -> i32 {
     #[cfg(target_os = "linux")]
     let _ = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL);
     if parent.as_deref() != Some(OsStr::new(&getppid().to_string())) {
-        return 128 + Signal::SIGKILL as i32; // it has died already
+        return 128 + Signal::SIGKILL as i32; // the parent died before the call above
     }
     let _ = SigSet::all().thread_unblock();
     let error = Command::new(&program).args(arguments).exec();
@@ -68,15 +68,15 @@ pub(crate) fn exec(mut arguments: impl Iterator<Item = OsString>) -> i32 {
     }
 }
 
-/// The command that runs.
+/// The running command.
 #[derive(Debug)]
 pub(crate) struct Job {
-    /// The process, which leads a group of the same number.
+    /// The process, which leads the process group of the same number.
     pub(crate) pid: Pid,
     terminal: Option<File>,
     /// Whether the group has the terminal.
     is_lent: bool,
-    /// Whether it was told to stop. It may forget that when it goes on with the terminal.
+    /// Whether SIGTSTP was sent to the command, and has not been handled yet.
     is_to_stop: bool,
 }
 
@@ -85,7 +85,7 @@ impl Job {
     /// the thread that started it ends, not when the process does.
     pub(crate) fn start(words: &[OsString], token: Option<i64>) -> io::Result<Self> {
         let this = if cfg!(target_os = "linux") {
-            "/proc/self/exe".into() // also where the file was replaced meanwhile
+            "/proc/self/exe".into() // works also if an upgrade has replaced the file meanwhile
         } else {
             std::env::current_exe()?
         };
@@ -116,7 +116,7 @@ impl Job {
         Ok(job)
     }
 
-    /// Waits until it has stopped or ended.
+    /// Waits until the process has stopped or ended.
     pub(crate) fn wait(pid: Pid) -> nix::Result<WaitStatus> {
         loop {
             match waitpid(pid, Some(WaitPidFlag::WUNTRACED)) {
@@ -126,8 +126,9 @@ impl Job {
         }
     }
 
-    /// Sends a signal to the group, and to the command itself if it has moved to another group. The
-    /// command has not been reaped yet. If it is stopped, it is continued, so that it can end.
+    /// Sends a signal to the group, and to the command itself if it has moved to another group. A
+    /// stopped command is continued, so that it can end. Must be called before the command is
+    /// reaped, because its pid may belong to another process afterwards.
     pub(crate) fn send(&mut self, signal: Signal) {
         self.is_to_stop |= signal == Signal::SIGTSTP;
         let _ = signal::killpg(self.pid, signal);
@@ -144,7 +145,7 @@ impl Job {
         signal::killpg(self.pid, None).is_ok()
     }
 
-    /// Ends what the command, which was reaped, has left in its group.
+    /// Kills the processes that are left in the group after the command has ended.
     pub(crate) fn end_group(&self) {
         let _ = signal::killpg(self.pid, Signal::SIGKILL);
     }
@@ -162,7 +163,8 @@ impl Job {
             self.take_back();
             stop();
             if !self.is_foreground() {
-                // If no shell is left that could stop it, the command asks again at once.
+                // Without a shell that could stop this process, the command asks again at once:
+                // the pause keeps this from being a busy loop.
                 thread::sleep(Duration::from_millis(100));
             } else if was_lent {
                 self.lend();
@@ -171,14 +173,15 @@ impl Job {
         }
     }
 
-    /// Whether the terminal is this process's to give.
+    /// Whether this process has the terminal, and so may give it to the command.
     fn is_foreground(&self) -> bool {
         self.terminal
             .as_ref()
             .is_some_and(|terminal| tcgetpgrp(terminal) == Ok(getpgrp()))
     }
 
-    /// A command that has asked too early is stopped, and asks again.
+    /// Gives the terminal to the command, and continues the command, which was stopped if it had
+    /// asked for the terminal before.
     fn lend(&mut self) {
         if let Some(terminal) = &self.terminal {
             self.is_lent = tcsetpgrp(terminal, self.pid).is_ok();
@@ -200,7 +203,8 @@ impl Drop for Job {
     }
 }
 
-/// Stops this process as Ctrl-Z does, which is nothing where no shell could let it go on.
+/// Stops this process as Ctrl-Z does. The kernel ignores this in an orphaned process group, which
+/// no shell could continue.
 pub(crate) fn stop() {
     let stop = SigSet::from(Signal::SIGTSTP);
     let _ = stop.thread_unblock();

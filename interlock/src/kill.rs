@@ -1,4 +1,5 @@
-//! `interlock kill`: ends who holds a lock, if it still does.
+//! `interlock kill`: ends the session that holds a lock, or the row of a slot, leader or run, if it
+//! still holds after the user has confirmed.
 
 use std::io::{self, Write};
 use std::thread;
@@ -35,20 +36,22 @@ pub(crate) struct Kill {
     yes: bool,
 }
 
-/// What is shown, with `$1`, and what ends one row of that, which is `$1` in an array.
 struct Questions {
+    /// The query of the holders, whose `$1` is `parameter`.
     shown: String,
+    /// The statement that ends one holder: `$1` is a JSON array with that row of `shown`.
     act: String,
     parameter: String,
     columns: &'static [&'static str],
-    /// What it is, for messages.
+    /// What is held, for messages.
     what: String,
 }
 
 const COMPLETE: &str = "SELECT resource_control.complete_service_request(service, id) AS is_done
     FROM json_to_recordset($1::json) AS shown (service text, id bigint)";
 
-/// As a run that has crashed. Another one may have the tick by now.
+/// Ends a run as if it had crashed. The token is compared, because another run may have the tick by
+/// now.
 const END_RUN: &str = "UPDATE resource_control.schedule AS s
     SET expires_at = clock_timestamp(), error = 'ended by interlock kill'
     FROM json_to_recordset($1::json) AS shown (name text, token bigint)
@@ -56,7 +59,7 @@ const END_RUN: &str = "UPDATE resource_control.schedule AS s
         s.ended_at IS NULL
     RETURNING true AS is_done";
 
-/// A request in flight, and for how long.
+/// The columns of a request in flight; `$holder` is the name for its details.
 macro_rules! request {
     ($holder:literal) => {
         concat!(
@@ -133,12 +136,12 @@ impl Kill {
         })
     }
 
-    /// Whether it is a row that is ended, and not a session.
+    /// Whether the holder is a row, which is changed, and not a session, which is terminated.
     fn is_of_row(&self) -> bool {
         self.slot.is_some() || self.leader || self.is_run
     }
 
-    /// What else has this name, if nobody holds a lock of it.
+    /// Prints what else has this name, if nobody holds a lock of it.
     fn others(&self, conn: &mut PgConnection) -> Result<(), Failure> {
         const OTHERS: &str = r"
             SELECT format('request %s has slot %s of the semaphore (%s): interlock kill --slot '
@@ -204,14 +207,14 @@ impl Kill {
                 return Ok(1);
             }
         }
-        let (mut told, mut stays) = (Vec::new(), false);
+        let (mut ended, mut stays) = (Vec::new(), false);
         for holder in holders {
             let one = Value::from(vec![holder.clone()]).to_string();
             let done = in_time(|| changed(&mut conn, &act, &one)).map_err(Failure::from);
             let (pid, is_seen) = (&holder["pid"], !holder["session_since"].is_null());
             let (why, is_left) = match done {
                 Ok(done) if done.iter().any(|row| row["is_done"] == true) => {
-                    told.push(holder);
+                    ended.push(holder);
                     continue;
                 }
                 Err(failure) if self.is_of_row() || failure.status != Failure::SET_UP => {
@@ -227,7 +230,7 @@ impl Kill {
                         true,
                     )
                 }
-                // The session had left, but not yet its locks, when it was shown, or has since.
+                // The session was ending when it was shown, or has ended since.
                 Ok(_) if is_seen || holder["role"].is_null() || !is_there(&mut conn, pid)? => (
                     format!("session {pid} no longer held {what}, so it was not ended"),
                     false,
@@ -247,7 +250,7 @@ impl Kill {
         let mut left = if self.is_of_row() {
             Vec::new()
         } else {
-            told.clone()
+            ended.clone()
         };
         while !left.is_empty() && Instant::now() < end {
             thread::sleep(Duration::from_millis(20));
@@ -265,10 +268,9 @@ impl Kill {
             );
         }
         stays |= !left.is_empty();
-        told.retain(|holder| !left.contains(holder));
-        write!(output, "{}", ps::table("ended", &told, Some(columns)))?;
-        let has_ended = !told.is_empty();
-        Ok((stays || !has_ended).into())
+        ended.retain(|holder| !left.contains(holder));
+        write!(output, "{}", ps::table("ended", &ended, Some(columns)))?;
+        Ok((stays || ended.is_empty()).into())
     }
 }
 
@@ -278,7 +280,7 @@ fn is_there(conn: &mut PgConnection, pid: &Value) -> Result<bool, Failure> {
     Ok(!there.is_empty())
 }
 
-/// As a shell reads it.
+/// The word in single quotes, so that a shell reads it as one argument.
 pub(crate) fn shell_word(word: &str) -> String {
     format!("'{}'", ps::plain(word).replace('\'', r"'\''"))
 }

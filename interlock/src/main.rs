@@ -23,7 +23,7 @@ use clap::error::{ContextKind, ErrorKind};
 use clap::{Parser, Subcommand};
 use diesel_interlock::Error;
 
-/// Says something on standard error.
+/// Prints a message to standard error.
 macro_rules! say {
     ($($what:tt)*) => {
         $crate::say_within_a_second(format!($($what)*))
@@ -31,8 +31,8 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// Gives up a line that cannot be written within a second, because neither a full disk nor a paused
-/// terminal may delay the release of a lock or the end of a command.
+/// Waits at most a second for standard error, because neither a full disk nor a paused terminal may
+/// delay the release of a lock or the end of a command.
 fn say_within_a_second(what: String) {
     let lines: Vec<_> = what.lines().map(ps::plain).collect();
     let what = lines.join("\n");
@@ -51,16 +51,16 @@ postgres:// alone stands for libpq's defaults.
 
 Exit status (`run` otherwise returns the status of the command):
   0        done; `doctor`: no check has failed
-  1        `kill`: it is still held, or nothing was ended; `doctor`: a check has failed or, with
+  1        `kill`: nothing was ended, or a holder is left; `doctor`: a check has failed or, with
            --strict, has given a warning
   2        the arguments are wrong
   69       the database cannot be reached, or does not reply
-  71       the operating system has refused something
+  71       the operating system has refused a request, such as to start a process
   73       `run`, `install`: another session holds the lock (-E sets another status for `run`)
   74       the output cannot be written
   75       `run`: the lock was lost while the command ran
   78       the set-up is wrong: DATABASE_URL, the password, the schema, the rights of the role;
-           `run`: a pooler in transaction mode is in between
+           `run`: the connection goes through a pooler in transaction mode
   126 127  `run`: the command cannot be executed, or was not found
   128 + N  `run`: signal N has ended the command, or the wait for the lock";
 
@@ -79,8 +79,8 @@ enum Command {
     Run(run::Run),
     /// Shows advisory locks with their holders and waiters, slots in use, leaders and schedules
     Ps(ps::Ps),
-    /// Shows the holder of a lock, a slot, a leader's term or a schedule's run, asks, looks again,
-    /// and ends what was shown
+    /// Shows the holder of a lock, a slot, a leader's term or a schedule's run, asks for
+    /// confirmation, and ends that holder unless it has changed meanwhile
     Kill(kill::Kill),
     /// Pauses a schedule, on all instances and over restarts, until it is resumed
     Pause(pause::Pause),
@@ -117,12 +117,13 @@ fn main() {
             );
             process::exit(0);
         }
-        // Its advice to put an unknown option behind `--` would make it the command of `run`.
+        // Clap suggests to put an unknown option after `--`, where `run` would take the option for
+        // the command.
         let mut error = error;
         error.remove(ContextKind::Suggested);
         error.exit()
     });
-    let done = match arguments.command {
+    let status = match arguments.command {
         Command::Run(run) => run.run(),
         Command::Ps(ps) => ps.run(),
         Command::Kill(kill) => kill.run(),
@@ -134,7 +135,7 @@ fn main() {
         Command::Completions(completions) => completions.run(),
         Command::Man => completions::man(),
     };
-    process::exit(done.unwrap_or_else(|failure| {
+    process::exit(status.unwrap_or_else(|failure| {
         if !failure.message.is_empty() {
             say!("{failure}");
         }
@@ -142,7 +143,7 @@ fn main() {
     }));
 }
 
-/// Why nothing, or no more, was done.
+/// Why a command has failed, and the exit status that says so.
 #[derive(Debug)]
 struct Failure {
     status: i32,
@@ -176,7 +177,7 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let status = match error {
             Error::Input(_) => Self::INPUT,
-            // Its own text speaks of guards, which a shell has none of.
+            // The text of this error speaks of guards, which mean nothing to a user of the shell.
             Error::Pool(cause) => return Self::new(Self::UNAVAILABLE, unreachable(&cause)),
             _ if error.is_unavailable() => Self::UNAVAILABLE,
             Error::LockLost(_) | Error::PermitLost(_) | Error::SessionMoved { .. } => Self::LOST,
@@ -208,7 +209,7 @@ impl From<diesel::result::Error> for Failure {
     }
 }
 
-/// Of standard output: all else says what it was about. One that reads no further needs no message.
+/// Only writes to standard output get here. A closed pipe needs no message.
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         let message = match error.kind() {
@@ -219,10 +220,10 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// What PostgreSQL can subtract from the present.
+/// The longest duration that is accepted. PostgreSQL can subtract it from the present time.
 const LONGEST: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
 
-/// Reads a duration such as `500ms`, `30s`, `10m`, `1h` or `2d`. A number alone is seconds.
+/// Parses a duration such as `500ms`, `30s`, `10m`, `1h` or `2d`. A number alone is seconds.
 fn duration(text: &str) -> Result<Duration, String> {
     let end = text
         .find(|c: char| !c.is_ascii_digit())

@@ -1,5 +1,4 @@
-//! `interlock pause`, `resume` and `trigger`: a schedule takes no tick until it is resumed, or runs
-//! now.
+//! `interlock pause`, `resume` and `trigger`, for schedules.
 
 use std::io::{self, Write};
 
@@ -9,7 +8,7 @@ use diesel_interlock::Schedule;
 use crate::database::{self, Schema, in_time, rows_with};
 use crate::{Failure, ps};
 
-/// What is done to a schedule.
+/// The operation on a schedule.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Change {
     Pause,

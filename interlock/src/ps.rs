@@ -1,4 +1,4 @@
-//! `interlock ps`: who holds, who waits, who leads, what runs.
+//! `interlock ps`: holders and waiters of locks, slots in use, leaders and schedules.
 
 use std::env;
 use std::fmt::Write as _;
@@ -26,8 +26,8 @@ pub(crate) struct Ps {
     name: Option<String>,
 }
 
-/// What needs the schema: the query, whose first column is the name, and the columns that are shown
-/// without `--wide`.
+/// The tables that need the schema: the heading, the query, whose first column is the name, and the
+/// columns that are shown without `--wide`.
 pub(crate) const VIEWS: [(&str, &str, &[&str]); 3] = [
     (
         "slots",
@@ -72,10 +72,11 @@ pub(crate) const OF_LOCK: &[&str] = &[
     "blocked_by",
 ];
 
-/// How wide a table is without `--wide` at most.
+/// The largest width of a table without `--wide`.
 const WIDTH: usize = 100;
 
-/// `watch` says in `COLUMNS` how wide its terminal is, and cuts what is wider.
+/// The width of the terminal, if `COLUMNS` has it. `watch` sets this variable, and cuts longer
+/// lines.
 fn limit() -> usize {
     let columns = env::var("COLUMNS").ok().and_then(|text| text.parse().ok());
     columns.map_or(WIDTH, |columns: usize| columns.min(WIDTH))
@@ -98,7 +99,7 @@ impl Ps {
             all.insert("locks".into(), found(conn, database::LOCKS, &lock)?);
             let schema = Schema::of(conn)?;
             if let Some(why) = schema.why_unread() {
-                let what = format!("slots, leaders and schedules: not looked at, because {why}");
+                let what = format!("slots, leaders and schedules: not read, because {why}");
                 if self.json && !matches!(schema, Schema::Absent) {
                     say!("{what}");
                 }
@@ -151,7 +152,7 @@ fn found(conn: &mut PgConnection, query: &str, name: &Option<String>) -> QueryRe
     Ok(rows.into())
 }
 
-/// A heading, and the rows: those columns in a limited width, or all of them.
+/// A heading and the rows: the given columns in a limited width, or all columns in full width.
 pub(crate) fn table(kind: &str, rows: &[Value], columns: Option<&[&str]>) -> String {
     let Some(first) = rows.first().and_then(Value::as_object) else {
         return format!("{kind}: none\n");
@@ -175,7 +176,7 @@ pub(crate) fn table(kind: &str, rows: &[Value], columns: Option<&[&str]>) -> Str
         cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
     };
     let mut widths: Vec<_> = (0..shown.len()).map(width).collect();
-    // The longest texts are cut, and never a lock, an id or a pid.
+    // Only free text is cut, the longest first: a shortened lock, id or pid would be of no use.
     let is_cut = |name: &&str| {
         [
             "application",
@@ -241,7 +242,7 @@ fn cell(name: &str, value: &Value, is_short: bool) -> String {
     }
 }
 
-/// A time that has passed, or is left, as one reads it.
+/// A duration in its largest fitting unit, such as `35m`.
 pub(crate) fn age(seconds: i64) -> String {
     match seconds {
         ..120 => format!("{seconds}s"),
@@ -251,7 +252,8 @@ pub(crate) fn age(seconds: i64) -> String {
     }
 }
 
-/// What other programs have written must not move the cursor.
+/// The text without control and invisible characters: text that other programs have written must
+/// not move the cursor.
 pub(crate) fn plain(text: &str) -> String {
     text.replace(['\n', '\t', '\u{2028}', '\u{2029}'], " ")
         .replace(
@@ -260,10 +262,10 @@ pub(crate) fn plain(text: &str) -> String {
         )
 }
 
-/// A line of JSON that moves no cursor either.
+/// A line of JSON, with control and invisible characters escaped.
 pub(crate) fn json(value: &Value) -> String {
     let mut line = String::new();
-    // Only strings have such characters.
+    // Only strings contain such characters, so the escape is always valid.
     for c in value.to_string().chars() {
         if c.is_control() || INVISIBLE.iter().any(|it| it.contains(&c)) {
             for unit in c.encode_utf16(&mut [0; 2]) {
@@ -276,7 +278,7 @@ pub(crate) fn json(value: &Value) -> String {
     line + "\n"
 }
 
-/// What changes the direction of a text, or is not seen.
+/// Characters that are invisible, or change the direction of text.
 const INVISIBLE: [RangeInclusive<char>; 14] = [
     '\u{ad}'..='\u{ad}',
     '\u{34f}'..='\u{34f}',
@@ -299,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_seen_is_shown_and_json_escapes_it() {
+    fn tables_replace_invisible_characters_and_json_escapes_them() {
         for c in [
             '\u{61c}',
             '\u{ad}',

@@ -1,13 +1,14 @@
-//! Why a database refuses a connection. What libpq and the server say is all that tells a wrong
-//! set-up, in which waiting helps nobody, from a database that is away.
+//! Why a database refuses a connection. Only the texts of libpq and of the server distinguish a
+//! wrong set-up, where waiting does not help, from a database that is unavailable: a failed
+//! connection has no SQLSTATE.
 //!
 //! **An error shows whether libpq has TLS**: a libpq without TLS refuses `sslmode=require` before
 //! it connects to a server. Asking libpq itself would need `unsafe`.
 
 use crate::{Failure, unreachable};
 
-/// What the text contains, whether that is a wrong set-up, and the remedy: `{role}`, `{database}`
-/// and `{host}` are what the text names.
+/// A part of the error's text, whether it means a wrong set-up, and the remedy, in which `{role}`,
+/// `{database}` and `{host}` stand for the names in the error's text. The first match counts.
 const REFUSALS: &[(&str, bool, &str)] = &[
     (
         "GSSAPI",
@@ -197,8 +198,8 @@ const REFUSALS: &[(&str, bool, &str)] = &[
 const FULL: &str = "use smaller pools or a pooler, end idle sessions, or: ALTER SYSTEM SET \
     max_connections = 200; and restart the server";
 
-/// Where these are, the server or the network has spoken, and it is not the URL that cannot be
-/// read.
+/// An error with one of these texts comes from the server or the network. Any other error means
+/// that libpq could not parse the URL.
 const SERVER: [&str; 3] = [
     "connection to server",
     "could not connect",
@@ -231,12 +232,12 @@ pub(crate) fn failure(text: &str, url: &str) -> Failure {
     Failure::new(status, unreachable(&text))
 }
 
-/// What libpq quotes of a URL that it cannot read may be the password. The rest of it is what is
-/// wrong.
+/// Hides the quotations in libpq's error that may be the password of a URL that libpq could not
+/// parse. The other quotations stay, because they show the mistake.
 fn without_user_info(text: &str, url: &str) -> String {
     let rest = url.split_once("://").map_or("", |(_, rest)| rest);
     let user_info = rest.rsplit_once('@').map_or("", |(info, _)| info);
-    // A word without a value may be a part of a password that has a space.
+    // A keyword without a value may be the second half of a password that contains a space.
     let is_of_words = text.contains("missing \"=\"");
     let hidden = |piece: &str| match piece.rsplit_once('@') {
         Some((_, host)) => format!("...@{host}"),
@@ -286,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_password_is_not_said_and_a_wrong_set_up_is_told_from_an_absence() {
+    fn errors_hide_the_password_and_a_wrong_set_up_differs_from_an_outage() {
         let url = "postgres://app:s3cret%zz@db/app?schema=public";
         let server = "connection to server at \"db\" (10.0.0.1), port 5432 failed: ";
         for (text, status) in [
@@ -337,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_remedy_names_what_the_server_has_named() {
+    fn a_remedy_has_the_names_of_the_servers_error() {
         let text = "FATAL:  too many connections for role \"the app\"";
         assert!(
             remedy(text, "postgres://app:s3cret@db/app")
@@ -368,7 +369,7 @@ mod tests {
             let remedy = entry(host, "");
             assert!(remedy.contains(line), "{remedy}");
         }
-        // With TLS, and without, in one text.
+        // With sslmode=prefer, the error has both failures: with TLS and without.
         let both = "; FATAL:  password authentication failed for user \"app\"";
         assert!(entry("10.0.0.2", both).starts_with("put the right password"));
         for (text, word) in [

@@ -15,10 +15,10 @@ use crate::hold::{News, Of, PIECE, WORTH_SAYING, hold};
 use crate::job::{self, Job};
 use crate::{Failure, database, duration, ps, say};
 
-/// `EX_CANTCREAT`, which no program is likely to have for anything else.
+/// `EX_CANTCREAT` of sysexits, which commands hardly ever return.
 pub(crate) const BUSY: u8 = 73;
 
-/// How long a command has to end after SIGTERM, and the release may take.
+/// How long the command may take to end after SIGTERM, and how long the release may take.
 const GRACE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Args)]
@@ -50,12 +50,12 @@ pub(crate) struct Run {
     command: Vec<OsString>,
 }
 
-/// What the main thread is told.
+/// What the other threads send to the main thread.
 enum Event {
     Signal(Signal),
     Command(nix::Result<WaitStatus>),
     Holder(News),
-    /// Why the holder hears nothing of the database.
+    /// Why the database does not reply.
     Silence(String),
 }
 
@@ -71,14 +71,14 @@ impl Run {
         let url = database::url(&self.name)?;
         let (sender, events) = mpsc::channel();
         let (end, ended) = mpsc::channel();
-        let told = sender.clone();
-        beside(move || {
+        let to_main = sender.clone();
+        spawn(move || {
             while signals
                 .wait()
-                .is_ok_and(|it| told.send(Event::Signal(it)).is_ok())
+                .is_ok_and(|it| to_main.send(Event::Signal(it)).is_ok())
             {}
         })?;
-        let (told, wait, name) = (sender.clone(), self.wait, self.name);
+        let (to_main, wait, name) = (sender.clone(), self.wait, self.name);
         let shown = ps::plain(&name);
         let of = match self.lease {
             None => Of::lock(name, self.shared)?,
@@ -86,9 +86,9 @@ impl Run {
         };
         let lost = format!("{shown}: {}", of.lost());
         let url_of_holder = url.clone();
-        beside(move || {
+        spawn(move || {
             hold(&of, &url_of_holder, wait, &ended, |news| {
-                let _ = told.send(Event::Holder(news));
+                let _ = to_main.send(Event::Holder(news));
             });
         })?;
 
@@ -114,7 +114,7 @@ impl Run {
                 Some(Event::Silence(why)) => say!("{shown}: {why}"),
                 Some(Event::Signal(Signal::SIGTSTP)) => job::stop(),
                 Some(Event::Signal(signal)) if !job::is_ignored(signal) => {
-                    // A permit may be on its way. It is released.
+                    // A claim may have been sent. If it is granted, the holder releases it.
                     drop(end);
                     if may_be_held {
                         until(&events, GRACE);
@@ -122,13 +122,13 @@ impl Run {
                     return Ok(128 + signal as i32);
                 }
                 None if pieces.silence >= patience => return Err(database::silent()),
-                // The holder would have explained itself by now.
+                // If the database replied, the holder would have sent `Waits` by now.
                 None if !is_explained && pieces.silence >= WORTH_SAYING + PIECE => {
                     is_explained = true;
-                    let (told, url) = (sender.clone(), url.clone());
-                    beside(move || {
+                    let (to_main, url) = (sender.clone(), url.clone());
+                    spawn(move || {
                         if let Some(why) = Of::silence(&url) {
-                            let _ = told.send(Event::Silence(why));
+                            let _ = to_main.send(Event::Silence(why));
                         }
                     })?;
                 }
@@ -138,7 +138,7 @@ impl Run {
         let started = Job::start(&self.command, token).map_err(system);
         let attended = started.and_then(|mut job| {
             attend(&mut job, &events, sender, &lost).inspect_err(|_| {
-                // It must not run on without the lock.
+                // The command must not run on without the lock.
                 job.send(Signal::SIGKILL);
                 let _ = Job::wait(job.pid);
             })
@@ -163,7 +163,7 @@ impl Run {
     }
 }
 
-/// One line, however many share it.
+/// Prints the first holder, and how many more there are, in one line.
 fn busy(name: &str, does: &str, holders: &[String]) {
     let more = match holders.len() {
         0 | 1 => String::new(),
@@ -175,8 +175,7 @@ fn busy(name: &str, does: &str, holders: &[String]) {
     }
 }
 
-/// Waits for the command, and looks after it. Returns its exit status, or none if the lock was
-/// lost.
+/// Supervises the command until it ends. Returns its exit status, or none if the lock was lost.
 fn attend(
     job: &mut Job,
     events: &Receiver<Event>,
@@ -184,7 +183,7 @@ fn attend(
     lost: &str,
 ) -> Result<Option<i32>, Failure> {
     let pid = job.pid;
-    beside(move || {
+    spawn(move || {
         let mut is_there = true;
         while is_there {
             let status = Job::wait(pid);
@@ -218,7 +217,7 @@ fn attend(
     let Some(kill_at) = kill_at else {
         return Ok(Some(status));
     };
-    // What the command has left running must end, too.
+    // Processes that the command has left running must end, too.
     while job.is_there() && Instant::now() < kill_at {
         thread::sleep(Duration::from_millis(20));
     }
@@ -256,7 +255,7 @@ impl Pieces {
     }
 }
 
-/// Waits until the holder says that it holds nothing.
+/// Waits until the holder reports that it holds nothing.
 fn until(events: &Receiver<Event>, limit: Duration) -> Option<News> {
     let end = Instant::now() + limit;
     loop {
@@ -269,7 +268,7 @@ fn until(events: &Receiver<Event>, limit: Duration) -> Option<News> {
     }
 }
 
-fn beside(work: impl FnOnce() + Send + 'static) -> Result<(), Failure> {
+fn spawn(work: impl FnOnce() + Send + 'static) -> Result<(), Failure> {
     let started = thread::Builder::new().spawn(work);
     started.map(drop).map_err(system)
 }
@@ -283,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_time_in_which_the_process_was_stopped_is_no_silence() {
+    fn the_time_while_the_process_was_stopped_does_not_count_as_silence() {
         let (_sender, events) = mpsc::channel();
         let mut pieces = Pieces::new();
         pieces.next = Instant::now().checked_sub(2 * SILENCE).unwrap();

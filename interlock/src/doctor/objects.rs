@@ -1,6 +1,6 @@
-//! Whether the objects of the schema are those that the migrations of this release make: the text
-//! and the settings of each function, the columns of each table. `diesel_interlock` itself looks
-//! only whether they are there.
+//! Compares the objects of the schema with the migrations of this release: the text and settings of
+//! each function, and the columns of each table. `diesel_interlock` itself checks only that the
+//! objects exist.
 
 use diesel::QueryResult;
 use diesel::pg::PgConnection;
@@ -15,8 +15,8 @@ struct Function {
     version: &'static str,
     name: &'static str,
     settings: Vec<String>,
-    /// As PostgreSQL has it, apart from spaces, parentheses and casts if it is an expression, which
-    /// is stored parsed.
+    /// As PostgreSQL stores it. PostgreSQL stores an expression in parsed form, so an expression
+    /// has no spaces, parentheses and casts here.
     body: String,
 }
 
@@ -28,7 +28,7 @@ struct Column {
     definition: String,
 }
 
-/// What differs, and the remedy.
+/// A difference, and the remedy.
 #[derive(Debug)]
 pub(crate) struct Difference {
     pub(crate) found: String,
@@ -40,7 +40,7 @@ pub(crate) struct Difference {
 
 const REPAIR: &str = "interlock install --repair";
 
-/// The version that a file records.
+/// The version that a migration records.
 fn version(text: &'static str) -> &'static str {
     let recorded = text.split_once("(version) VALUES ('").map(|(_, rest)| rest);
     recorded
@@ -84,7 +84,7 @@ fn simple(expression: &str) -> String {
     text.replace(|c: char| c.is_whitespace() || "()".contains(c), "")
 }
 
-/// Of each table, the lines that begin with the name of a column, and what continues them.
+/// The columns of each table: a line that begins with a column's name, and its continuation lines.
 fn columns(text: &'static str) -> Vec<Column> {
     const CREATE: &str = "CREATE TABLE IF NOT EXISTS resource_control.";
     let mut found: Vec<Column> = Vec::new();
@@ -122,7 +122,8 @@ fn columns(text: &'static str) -> Vec<Column> {
     found
 }
 
-/// What differs from this release. What is missing altogether is not said here.
+/// The differences from this release. Missing functions and tables are left out, because
+/// `migrations::check` reports them.
 pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference>> {
     const FUNCTIONS: &str = "
         SELECT p.proname AS name, p.prosrc AS body, pg_get_function_sqlbody(p.oid) AS expression,
@@ -217,8 +218,8 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
     Ok(all)
 }
 
-/// Adds columns that are missing, and lets the migrations run again whose functions were replaced,
-/// or whose objects are missing: which.
+/// Adds missing columns, and marks the migrations whose functions were replaced, or whose objects
+/// are missing, as not installed, so that they run again. Returns their versions.
 pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<String>> {
     const IS_THERE: &str =
         "SELECT to_regclass('resource_control.installed_migration') IS NOT NULL AS is_there";
@@ -232,7 +233,7 @@ pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<Strin
         return Ok(Vec::new());
     }
     let differing = differences(conn)?;
-    // What is missing altogether may need them.
+    // The columns first, because missing objects may need them.
     for column in differing
         .iter()
         .filter(|it| it.sql.starts_with("ALTER TABLE"))
@@ -268,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_files_are_read() {
+    fn functions_and_columns_are_parsed_from_the_migrations() {
         let functions: Vec<_> = migrations::texts().flat_map(functions).collect();
         assert!(functions.len() >= 13, "{functions:#?}");
         let is_whole = |it: &Function| it.body.contains("BEGIN\n") || it.body.starts_with("RETURN");

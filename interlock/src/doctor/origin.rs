@@ -10,8 +10,8 @@ use crate::database::{Json, parsed};
 pub(super) struct Origin(Value);
 
 impl Origin {
-    /// Before a transaction has set anything. Nothing is looked up by the search path, which is one
-    /// of the settings.
+    /// Must run before this program has changed a setting of the session. No name in the statement
+    /// is looked up by the search path, which is one of the examined settings.
     pub(super) fn of(conn: &mut PgConnection) -> QueryResult<Self> {
         const ORIGIN: &str = "
             SELECT pg_catalog.json_build_object(
@@ -24,7 +24,7 @@ impl Origin {
         parsed(&json).map(Self)
     }
 
-    /// The statements that set these settings, or why none would help.
+    /// The statements that set these settings, or why no statement would help.
     pub(super) fn remedy(&self, settings: &Map<String, Value>) -> Result<String, String> {
         let of_client = self.0["of_client"].as_array();
         let is_of_client = |name: &String| {
@@ -40,7 +40,7 @@ impl Origin {
         let (role, database) = (member("role"), member("database"));
         let statements = settings.iter().map(|(name, value)| {
             let value = value.as_str().unwrap_or_default();
-            // Strings but for lists, whose elements are words.
+            // A list is written as words, everything else as a string.
             let value = match name.as_str() {
                 "search_path" => value.to_owned(),
                 _ => format!("'{value}'"),

@@ -1,9 +1,9 @@
-//! What the database is asked. Each question returns rows: `level` (`ok`, `warn` or `fail`),
-//! `found`, and for those that are not
-//! `ok` what to do: `why` in words, `sql` as statements that can be pasted into psql, `shell` as a
-//! command, `settings` as settings with the values that they should have. No row is nothing to say.
-//! Rows of the same `pid` are about one session, of which the first is said. `:transaction_age` and
-//! `:holder_age` stand for intervals, `:locks` for the query of all locks.
+//! The questions that `doctor` asks the database. Each is a query of findings: `level` (`ok`,
+//! `warn` or `fail`), `found`, and the remedy of those that are not `ok`: `why` in words, `sql` as
+//! statements for psql, `shell` as a command, `settings` as settings with the values that they
+//! should have. No row means that there is nothing to report. Of several rows with the same `pid`
+//! only the first is reported. `:transaction_age` and `:holder_age` stand for intervals, `:locks`
+//! for the query of all locks.
 //!
 //! The table in `docs/doctor.md` has a row for each question.
 
@@ -23,7 +23,7 @@ pub(crate) const SERVER: &[&str] = &[
         'names and keys need UTF8: dump the database, and restore it into a new one' AS why,
         format('CREATE DATABASE %I ENCODING ''UTF8'' TEMPLATE template0;', current_database() ||
             '_utf8') AS sql",
-    // Of the server's end: behind a pooler, that of the pooler.
+    // This is what the server sees: behind a pooler, it is the pooler's connection.
     "SELECT CASE WHEN s.ssl OR c.is_here THEN 'ok' ELSE 'warn' END AS level,
         CASE WHEN s.ssl THEN format('the connection is encrypted (%s)', s.version)
             WHEN c.address IS NULL THEN 'the connection is a socket on the server''s machine, '
@@ -40,8 +40,8 @@ pub(crate) const SERVER: &[&str] = &[
                 OR inet_client_addr() = '::1' OR inet_client_addr() = inet_server_addr(), true)
                     AS is_here) AS c
         WHERE s.pid = pg_backend_pid()",
-    // A lock of a host that has vanished stays held for as long as the server believes in its
-    // connection.
+    // If a client's host vanishes, its locks stay held until the server's keepalives find the
+    // connection dead.
     "SELECT CASE WHEN is_here OR seconds < 600 THEN 'ok' ELSE 'warn' END AS level,
         CASE WHEN is_here THEN 'the server sees at once when a client on its machine has gone'
             ELSE format('a host that vanishes keeps its locks for about %s s', seconds) END AS
@@ -77,8 +77,8 @@ pub(crate) const SERVER: &[&str] = &[
             reset_val <> '0'
             OR name IN ('statement_timeout', 'lock_timeout') AND reset_val::bigint BETWEEN 1 AND
                 999",
-    // Defaults of PostgreSQL, and no mistake: a lock sets the first for its own session where it is
-    // 0.
+    // PostgreSQL's defaults are no mistake: where client_connection_check_interval is 0, a lock
+    // sets it for its own session.
     "SELECT CASE WHEN is_slow THEN 'warn' ELSE 'ok' END AS level,
         format('%s = %s%s', name, setting || unit,
             CASE WHEN name LIKE 'client%' AND setting = '0'
@@ -109,8 +109,8 @@ pub(crate) const SERVER: &[&str] = &[
                 unnest(string_to_array(reset_val, ',')) AS p (name)) AS path
             FROM pg_settings WHERE name = 'search_path') AS s
         WHERE array_position(path, 'pg_catalog') > 1",
-    // Each role sees how many senders of WAL there are, and the state is null for one that may not
-    // see more. Those of logical replication are no standbys.
+    // Every role sees the rows of the WAL senders, but the state is null for a role without
+    // pg_read_all_stats. Senders of logical replication are no standbys.
     "SELECT CASE WHEN present < needed THEN 'fail' WHEN needed = 0 THEN 'warn' ELSE 'ok' END
             AS level,
         CASE WHEN present < needed THEN format('synchronous_standby_names = %L needs %s, and %s '
@@ -167,8 +167,8 @@ pub(crate) const SERVER: &[&str] = &[
                 each * (current_setting('max_connections')::bigint +
                     current_setting('max_prepared_transactions')::bigint) AS room
             FROM (SELECT current_setting('max_locks_per_transaction')::bigint AS each) AS s) AS t",
-    // Advisory locks ask for no right but that to connect. Who has the schema, or asks, is one of
-    // its users.
+    // Advisory locks need no right but CONNECT. A role counts as a user of this database if it may
+    // use the schema, or is the present role.
     "SELECT 'warn' AS level,
         format('%s roles may connect only because PUBLIC may, such as %s: each can take every '
             'advisory lock of this database', strangers,
@@ -191,7 +191,7 @@ pub(crate) const SERVER: &[&str] = &[
                         WHERE a.privilege_type = 'CONNECT' AND a.grantee <> 0 AND
                         pg_has_role(r.oid, a.grantee, 'USAGE'))) AS r
             ) AS p WHERE strangers > 0",
-    // No more than an application needs, so no warning.
+    // No warning, because an application does not need this right.
     "SELECT 'ok' AS level,
         CASE WHEN is_seen THEN 'this role sees the sessions of all roles'
             ELSE format('this role does not see what the sessions of other roles do, so old ones '
@@ -205,8 +205,8 @@ pub(crate) const SERVER: &[&str] = &[
         'if its standby or subscriber will not come back, drop the slot' AS why,
             format('SELECT pg_drop_replication_slot(%L);', slot_name) AS sql
         FROM pg_replication_slots WHERE NOT active AND NOT pg_is_in_recovery()",
-    // How old a snapshot of a standby is, only transactions can tell: by twenty seconds of them,
-    // and 200.
+    // The primary knows the age of a standby's snapshot only in transactions. The limit is what the
+    // server runs in twenty seconds on average, and 200.
     "SELECT 'warn' AS level, format('%s has a snapshot that is %s transactions old '
         '(hot_standby_feedback)', what, behind) AS found,
         'no dead row since then can be removed, and semaphores get slow: end the transaction '
@@ -223,8 +223,8 @@ pub(crate) const SERVER: &[&str] = &[
                 pg_stat_database)",
 ];
 
-/// Who holds a lock for long. What `interlock run` holds is not idle: its session looks every
-/// second.
+/// Locks that are held for long, and old transactions. The age of a lock of `interlock run` is that
+/// of its session, because the session runs a query every second and is never idle for long.
 pub(crate) const HOLDERS: &str = "
     SELECT 'warn' AS level, \
     format('session %s (%s, %s) holds the lock %s, and has been %s since %s', \
@@ -258,7 +258,7 @@ pub(crate) const MAY_CREATE: &str = "
         format('GRANT CREATE ON DATABASE %I TO %I;', current_database(), current_user) AS sql
         WHERE NOT has_database_privilege(current_database(), 'CREATE')";
 
-/// What needs the views of the schema, and the catalogs.
+/// Questions that read the views of the schema, and the catalogs.
 pub(crate) const VIEWS: &[&str] = &[
     "SELECT 'warn' AS level, format('request %s has slot %s of %s since %s (%s)', id, slot,
         service, date_trunc('second', created_at),
@@ -318,9 +318,10 @@ pub(crate) const VIEWS: &[&str] = &[
             AND NOT (indisvalid AND indisunique AND pg_get_indexdef(indexrelid) = definition)",
 ];
 
-/// What needs the tables.
+/// Questions that read the tables.
 pub(crate) const TABLES: &[&str] = &[
-    // A clock that was ahead, of a former primary or before it was set back.
+    // The next questions find times in the future: the server's clock was ahead, on a former
+    // primary or before the clock was set back.
     "SELECT 'warn' AS level, format('the schedule %s has a tick of the future, %s, before which '
         'nothing runs', name, counted_from) AS found,
         'if the clock was wrong' AS why,
@@ -354,7 +355,7 @@ pub(crate) const TABLES: &[&str] = &[
             FROM resource_control.rate_limit
             WHERE spent_at > clock_timestamp() + interval '10 seconds') AS t
         WHERE all_of_them > 0",
-    // No sequence gets there by drawing: it was set.
+    // No sequence gets there by `nextval`: somebody has set it.
     "SELECT 'fail' AS level, format('the sequence resource_control.%I is near its end, and then '
             'no token can be drawn', relname) AS found,
         'let tokens continue above all that rows show' AS why,
@@ -362,8 +363,8 @@ pub(crate) const TABLES: &[&str] = &[
         FROM pg_class WHERE relnamespace = 'resource_control'::regnamespace::oid AND
             CASE WHEN relkind = 'S' AND has_sequence_privilege(oid, 'USAGE, SELECT')
                 THEN pg_sequence_last_value(oid::regclass) >= 1::bigint << 62 END",
-    // A schedule has its last token from its sequence, and a fence what has passed it, from either.
-    // What lies beyond the range of the present timeline was drawn from none.
+    // The tokens of requests and of schedules each come from one sequence, and the token of a fence
+    // comes from either. A token beyond the range of the present timeline comes from no sequence.
     "WITH sequence AS (
             SELECT name, CASE WHEN has_sequence_privilege(name, 'USAGE, SELECT')
                     THEN COALESCE(pg_sequence_last_value(name::regclass), 0) END AS drawn
@@ -403,8 +404,8 @@ pub(crate) const TABLES: &[&str] = &[
             FROM resource_control.fence AS f, range WHERE f.token >= range.past",
 ];
 
-/// What is otherwise than the migration has made it. Only catalogs are asked, before anything of the
-/// schema is.
+/// Objects that are not as the migration created them. Reads only catalogs, and runs before any
+/// question that reads the schema.
 pub(crate) const AS_INSTALLED: &str = "
     WITH objects AS (
         SELECT c.oid, c.relname AS name, c.relkind AS kind, c.relpersistence AS persistence,

@@ -449,7 +449,7 @@ fn ps_says_what_it_did_not_look_at() {
     let (status, text) = printed(&mut interlock(&Database::new().url(), "ps"));
     assert_eq!(status, Some(0), "{text}");
     assert!(
-        text.contains("slots, leaders and schedules: not looked at"),
+        text.contains("slots, leaders and schedules: not read"),
         "{text}"
     );
 }

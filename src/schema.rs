@@ -18,13 +18,13 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// What was done once, and what came of it.
+        /// Outcomes of Once: one row for each name and key whose work has succeeded.
         resource_control.once (name, key) {
             name -> Text,
             key -> Text,
-            /// What the work has returned.
+            /// The bytes that the work has returned.
             outcome -> Bytea,
-            /// When the work had ended, by the server's clock.
+            /// When the work ended, by the server's clock.
             done_at -> Timestamptz,
             /// The SHA-256 of the request. Null if none was given.
             fingerprint -> Nullable<Bytea>,
@@ -36,7 +36,7 @@ pub mod resource_control {
         resource_control.rate_limit (name, key) {
             name -> Text,
             key -> Text,
-            /// From when on the quota of this row is in force.
+            /// When the quota of this row came into force.
             since -> Timestamptz,
             /// When units were spent last, by the server's clock.
             spent_at -> Timestamptz,
@@ -50,16 +50,16 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// What comes next in each schedule, and the tick that ran last, with how it ended.
+        /// The next tick of each schedule, and the tick that ran last, with its result.
         resource_control.schedule (name) {
             name -> Text,
-            /// What the next tick is counted from: the last scheduled tick, or the first look.
+            /// The next tick follows this time: the last scheduled tick, or the first look.
             counted_from -> Timestamptz,
-            /// The next scheduled tick. Infinity if there is none, null if not known.
+            /// The next scheduled tick. Infinity if there is none, null if it is not known.
             next_at -> Nullable<Timestamptz>,
-            /// The tick that was taken last: scheduled, or the moment when it was asked for.
+            /// The tick that was taken last: a scheduled time, or the time of a trigger.
             tick -> Nullable<Timestamptz>,
-            /// How many runs of this tick have begun, without those that gave it back.
+            /// How many runs of this tick have begun, without those that gave the tick back.
             attempt -> Int4,
             /// How many of these runs have returned an error.
             failed -> Int4,
@@ -69,17 +69,17 @@ pub mod resource_control {
             token -> Int8,
             runner -> Text,
             started_at -> Nullable<Timestamptz>,
-            /// Until when the run holds the tick. After it, when the tick runs again.
+            /// When the lease of the run ends. After a failure: when the tick is retried.
             expires_at -> Nullable<Timestamptz>,
-            /// When the run ended the tick or gave it back. Null while it runs or crashed.
+            /// When the run ended or gave the tick back. Null while it runs, and after a crash.
             ended_at -> Nullable<Timestamptz>,
-            /// What the run has failed with, or why it has crashed, if that is known.
+            /// The error of the run, or why it has crashed, if that is known.
             error -> Nullable<Text>,
-            /// A random number of the claim, by which the run knows its row.
+            /// A random number by which the run recognizes its row.
             claim -> Nullable<Int8>,
-            /// When a run was asked for that has not begun yet.
+            /// When the schedule was triggered. Null if no triggered run is outstanding.
             triggered_at -> Nullable<Timestamptz>,
-            /// Since when the schedule takes no scheduled tick. Null if not paused.
+            /// Since when the schedule is paused. Null if it is not paused.
             paused_at -> Nullable<Timestamptz>,
         }
     }
@@ -91,13 +91,13 @@ pub mod resource_control {
             service -> Text,
             slot -> Int2,
             created_at -> Timestamptz,
-            /// From this time on the request is not in flight, even if it is not marked.
+            /// From this time on the request is not in flight, whether or not it is marked.
             expires_at -> Timestamptz,
             completed_at -> Nullable<Timestamptz>,
             /// When the next claim of the service, or a late completion, found it expired.
             timed_out_at -> Nullable<Timestamptz>,
             details -> Text,
-            /// A random number that the claim has brought. Null for clients that bring none.
+            /// A random number by which its holder finds the row. Null if the client sent none.
             claim -> Nullable<Int8>,
         }
     }

@@ -1,6 +1,6 @@
--- A timeout of the role must not end the waits of this file early: those for other instances that install, and for users of the
--- tables. A timeout that runs cannot be switched off by the statement that it limits, so this is another statement, before it
--- in the same transaction. With psql, that is so with --single-transaction.
+-- The statement below waits for other instances that install, and for users of the tables. A timeout of the role must not end
+-- these waits. A statement cannot switch off a timeout that is already running for it, so the timeouts are switched off by a
+-- statement of their own, in the same transaction (with psql: --single-transaction).
 DO $timeouts$ BEGIN
     PERFORM pg_catalog.set_config(s.name, '0', true) FROM pg_catalog.pg_settings AS s
         WHERE s.name OPERATOR(pg_catalog.=) ANY ('{lock_timeout,statement_timeout,transaction_timeout}');
@@ -10,7 +10,7 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- Checked before anything is changed, because what follows needs both.
+-- The version and the encoding are checked before anything is changed.
 IF pg_catalog.current_setting('server_version_num')::integer OPERATOR(pg_catalog.<) 140000 THEN
     RAISE feature_not_supported USING
         MESSAGE = 'diesel_interlock needs PostgreSQL 14 or later, and this is '
@@ -56,13 +56,14 @@ CREATE SEQUENCE IF NOT EXISTS resource_control.fencing_token AS bigint CACHE 1;
 
 CREATE TABLE IF NOT EXISTS resource_control.token_base (
     is_only boolean PRIMARY KEY DEFAULT true CONSTRAINT token_bases_are_one CHECK (is_only),
-    -- Where the base was set.
+    -- The database in which the base was set, as database_identity() names it.
     identity text NOT NULL,
     base bigint NOT NULL
 );
 
--- Tells this database from a copy of it: by the server, by the database in it, and by the table of the base, which a restore
--- into the same database creates anew. Null where the server does not say, as on some managed services.
+-- Differs between a database and its copies: it consists of the server's system identifier, the database's OID, and the OID of
+-- token_base, which a restore into the same database creates anew. Null where the role may not read the system identifier, as
+-- on some managed services.
 CREATE OR REPLACE FUNCTION resource_control.database_identity() RETURNS text
     LANGUAGE plpgsql STABLE
     SET search_path = pg_catalog, pg_temp
@@ -84,7 +85,7 @@ DECLARE
 BEGIN
     RETURN here IS NOT NULL AND NOT EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.identity = here);
 EXCEPTION WHEN insufficient_privilege THEN
-    -- A role that may read nothing may still start a program that only takes locks.
+    -- A program that only takes locks must start even if its role may not read the schema.
     RETURN false;
 END
 $$;
@@ -104,11 +105,11 @@ BEGIN
         RETURN 0;
     END;
     IF timeline = 1 THEN
-        -- There was no promotion since the base was set, so no number was lost.
+        -- There was no promotion, so no sequence has lost numbers.
         RETURN 0;
     END IF;
-    -- The condition makes the planner use the index. Callers switch sequential scans off, and the estimated cost of one that is
-    -- off would start a JIT compilation.
+    -- The condition makes the planner use the index. Callers set enable_seqscan = off, which before PostgreSQL 18 adds 10^10 to
+    -- the estimated cost of a sequential scan, and such a cost would start a JIT compilation.
     RETURN GREATEST(0, timeline - 1 + COALESCE((SELECT b.base FROM resource_control.token_base AS b WHERE b.is_only), 0)) << 40;
 END
 $$;
@@ -127,7 +128,7 @@ BEGIN
         PERFORM pg_catalog.set_config('diesel_interlock.token_floor', token_floor::pg_catalog.text, false);
     END IF;
     IF token < token_floor THEN
-        -- This happens once per promotion. Only one session at a time, because a slower one would set the sequence back.
+        -- This happens once per promotion. The lock admits one session at a time, because a slower one would set the sequence back.
         PERFORM pg_catalog.pg_advisory_xact_lock(20000101000009);
         IF pg_catalog.nextval(sequence) < token_floor THEN
             PERFORM pg_catalog.setval(sequence, token_floor);
@@ -165,11 +166,11 @@ COMMENT ON TABLE resource_control.installed_migration IS
 COMMENT ON SEQUENCE resource_control.fencing_token IS
     'The fencing tokens of session locks and schedules.';
 COMMENT ON TABLE resource_control.token_base IS
-    'From where the timelines of the server are counted, so that tokens grow also after a restore, copy or upgrade, where timelines begin at 1 again.';
+    'The base to which the timeline of the server is added, so that tokens also grow after a restore, copy or upgrade, where timelines begin at 1 again.';
 COMMENT ON FUNCTION resource_control.database_identity() IS
-    'The server, the database and the table of the base of tokens, and null where the server does not say.';
+    'Identifies this database among its copies: the server, the database and the table token_base. Null where the role may not read it.';
 COMMENT ON FUNCTION resource_control.is_copy() IS
-    'Whether the base of tokens was set in another database, of which this one is a copy: the owner must install before tokens are drawn.';
+    'Whether this database is a copy: the base of tokens was set in another one. The owner must install before tokens are drawn.';
 COMMENT ON FUNCTION resource_control.token_floor() IS
     'The least token of the present timeline of the server, or 0 where the timeline cannot be read.';
 COMMENT ON FUNCTION resource_control.next_token(regclass) IS
@@ -205,7 +206,7 @@ IF to_regtype('resource_control.throttled_resource_enum') IS NULL THEN
     CREATE TYPE resource_control.throttled_resource_enum AS ENUM ();
 END IF;
 
--- If somebody has run DROP TYPE … CASCADE, the column with the labels is gone, and the rows are useless without it.
+-- After DROP TYPE … CASCADE the table has no column of labels, and its rows are useless.
 IF to_regclass('resource_control.throttled_resource') IS NOT NULL AND NOT EXISTS (
     SELECT FROM pg_attribute
         WHERE attrelid = to_regclass('resource_control.throttled_resource') AND attname = 'resource_id' AND NOT attisdropped)
@@ -226,7 +227,7 @@ CREATE TABLE IF NOT EXISTS resource_control.throttled_resource (
         )
 ) WITH (fillfactor = 50);
 
--- The stored time is read from the clock after the condition was, so two grants are never closer than the interval.
+-- The clock is read for the stored time after it is read for the condition, so two grants are never closer than the interval.
 CREATE OR REPLACE FUNCTION resource_control.lock_throttled_resource(
     resource_id_var resource_control.throttled_resource_enum,
     details_var text
@@ -235,7 +236,8 @@ CREATE OR REPLACE FUNCTION resource_control.lock_throttled_resource(
     SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    -- Not FOR UPDATE: it would conflict with the foreign key of a row that an open transaction has inserted.
+    -- Not FOR UPDATE, which would skip the resource while an open transaction has inserted a row that references it: the foreign
+    -- key takes FOR KEY SHARE.
     UPDATE resource_control.throttled_resource AS r
         SET last_locked = clock_timestamp(), last_locker_details = details_var
         WHERE r.resource_id = resource_id_var AND EXISTS (
@@ -266,7 +268,7 @@ COMMENT ON COLUMN resource_control.throttled_resource.throttle_interval IS
 COMMENT ON COLUMN resource_control.throttled_resource.last_locked IS
     'When it was granted last, by the server''s clock; -infinity for never.';
 COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS
-    'Grants the resource if its interval has passed, and returns whether it did. Denies at once while another transaction takes it. Commit at once.';
+    'Grants the resource if its interval has passed, and returns whether it has granted it. Denies at once while another transaction takes the resource. Commit at once.';
 
 -- == Semaphores and leaders ==
 
@@ -284,7 +286,7 @@ IF to_regtype('resource_control.request_expiry') IS NULL THEN
     CREATE DOMAIN resource_control.request_expiry AS timestamptz CONSTRAINT requests_expire CHECK (isfinite(VALUE));
 END IF;
 
--- If somebody has run DROP DOMAIN … CASCADE, a column is gone, and the log is useless without it.
+-- After DROP DOMAIN … CASCADE the table lacks a column, and its rows are useless.
 IF to_regclass('resource_control.service_request') IS NOT NULL AND 3 > (
     SELECT count(*) FROM pg_attribute
         WHERE attrelid = to_regclass('resource_control.service_request') AND attname IN ('service', 'slot', 'expires_at')
@@ -315,8 +317,8 @@ CREATE TABLE IF NOT EXISTS resource_control.service_request (
 CREATE UNIQUE INDEX IF NOT EXISTS service_request_in_flight ON resource_control.service_request (service, slot)
     WHERE completed_at IS NULL AND timed_out_at IS NULL;
 
--- Never waits for another claim: it only tries advisory locks, skips locked rows, and inserts into a slot only while it holds
--- the slot's lock.
+-- A claim never waits for another claim: it only tries advisory locks, skips locked rows, and inserts into a slot only while it
+-- holds the slot's lock.
 CREATE OR REPLACE FUNCTION resource_control.claim_service_request(
     service text,
     slots integer,
@@ -463,9 +465,9 @@ BEGIN
         -- If a crash of the server loses this commit, the slot is free after its timeout anyway.
         PERFORM set_config('synchronous_commit', 'off', true);
     END IF;
-    -- The clock is read once, and again after a wait for the row, as another transaction renews it: a sub-select in FROM would keep
-    -- the time from before the wait. COALESCE keeps the planner from using the index of requests in flight, which a search by id
-    -- would have to read as a whole.
+    -- The sub-select reads the clock once for both columns. It stands in SET because there it is evaluated again after a wait for a
+    -- transaction that renews the row; in FROM it would keep the time from before the wait. COALESCE keeps the planner from using
+    -- the index of requests in flight, which a search by id would have to read as a whole.
     UPDATE resource_control.service_request AS r
         SET (completed_at, timed_out_at) = (
             SELECT CASE WHEN r.expires_at > c.now THEN c.now END, CASE WHEN r.expires_at <= c.now THEN c.now END
@@ -536,7 +538,7 @@ BEGIN
             MESSAGE = 'prune with an age of zero to 1000 years, and a batch of 1 at least';
     END IF;
     before := clock_timestamp() - resource_control.elapsed(older_than);
-    -- Read from the oldest id on until the requests are too young, so the rest of the log is not read.
+    -- Reads from the oldest id on, and stops where the requests are too young, so that the rest of the log is not read.
     WHILE pruned < batch AND is_young IS NOT TRUE LOOP
         SELECT max(r.id), bool_and(r.created_at >= before),
                 array_agg(r.id) FILTER (WHERE COALESCE(r.completed_at, r.timed_out_at, r.expires_at) < before)
@@ -561,19 +563,19 @@ $$;
 COMMENT ON TABLE resource_control.service_request IS
     'Requests to services that take a limited number at a time, in flight or ended.';
 COMMENT ON COLUMN resource_control.service_request.expires_at IS
-    'From this time on the request is not in flight, even if it is not marked.';
+    'From this time on the request is not in flight, whether or not it is marked.';
 COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
     'When the next claim of the service, or a late completion, found it expired.';
 COMMENT ON COLUMN resource_control.service_request.claim IS
-    'A random number that the claim has brought. Null for clients that bring none.';
+    'A random number by which its holder finds the row. Null if the client sent none.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text, bigint) IS
     'Claims one of the slots 0 to slots - 1 of the service. The id is the fencing token. If id is null, no slot is free, and retry_after tells when to ask again. The claim, a random number, is stored in the row, so that its holder can prove later that the row is the one it has claimed. Call it at READ COMMITTED and commit at once.';
 COMMENT ON FUNCTION resource_control.complete_service_request(text, bigint, boolean, bigint) IS
-    'Ends the request and frees its slot. Returns false if it had ended or timed out before, or is of another service or, if one is given, another claim. With is_async, the transaction commits without waiting for the disk.';
+    'Ends the request and frees its slot. Returns false if the request had ended or timed out before, or if its service or, where one is given, its claim is another one. With is_async, the transaction commits without waiting for the disk.';
 COMMENT ON FUNCTION resource_control.renew_service_request(text, bigint, interval, bigint) IS
-    'Extends the request to the given timeout from now, and returns whether it was in flight and, if a claim is given, has that claim. Never shortens it.';
+    'Extends the request to the given timeout from now, and never shortens it. Returns whether the request was in flight and, where a claim is given, has that claim.';
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
-    'Deletes at most batch requests that ended or expired longer ago than older_than, the oldest first, and returns how many.';
+    'Deletes at most batch requests that ended or expired longer ago than older_than, the oldest first, and returns how many it has deleted.';
 
 -- == Fences ==
 
@@ -607,7 +609,7 @@ COMMENT ON FUNCTION resource_control.pass_fence(text, bigint) IS
 -- == Rate limits ==
 
 -- The generic cell rate algorithm. A key without a row is full. Do not reorder the three times: a statement that spends units
--- evaluates them in the order of these columns, each by the clock, and the limit holds only in that order.
+-- computes them in the order of these columns, each from the clock at that moment, and the limit holds only in that order.
 CREATE TABLE IF NOT EXISTS resource_control.rate_limit (
     name text COLLATE pg_catalog."C" NOT NULL,
     key text COLLATE pg_catalog."C" NOT NULL,
@@ -619,8 +621,9 @@ CREATE TABLE IF NOT EXISTS resource_control.rate_limit (
     PRIMARY KEY (name, key)
 ) WITH (fillfactor = 50);
 
--- Converts full_at to another quota, under which a unit takes wanted_us to refill: the key owes as many units as before. What
--- takes longer than 100,000 years counts as so long, because a timestamp ends in 294276. PostgreSQL inlines this function.
+-- Converts full_at to another quota, under which a unit takes wanted_us microseconds to refill: the key owes as many units as
+-- before. A time of more than 100,000 years is cut to 100,000 years, because timestamps end in the year 294276. PostgreSQL
+-- inlines this function.
 CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamptz, unit_us float8, wanted_us float8)
     RETURNS timestamptz
     LANGUAGE sql VOLATILE
@@ -629,12 +632,12 @@ CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamp
             '3155760000000'::double precision)) + clock_timestamp() END;
 
 COMMENT ON FUNCTION resource_control.rate_limit_full_at(timestamptz, float8, float8) IS
-    'When a key is full under another quota, whose unit takes wanted_us microseconds to refill: '
-    'it owes as many units as before.';
+    'Converts full_at to another quota, whose unit takes wanted_us microseconds to refill: '
+    'the key owes as many units as before.';
 COMMENT ON TABLE resource_control.rate_limit IS
     'What the keys of rate limits owe. A key without a row is full.';
 COMMENT ON COLUMN resource_control.rate_limit.since IS
-    'From when on the quota of this row is in force.';
+    'When the quota of this row came into force.';
 COMMENT ON COLUMN resource_control.rate_limit.spent_at IS
     'When units were spent last, by the server''s clock.';
 COMMENT ON COLUMN resource_control.rate_limit.full_at IS
@@ -666,15 +669,15 @@ CREATE TABLE IF NOT EXISTS resource_control.schedule (
 ) WITH (fillfactor = 50);
 
 COMMENT ON TABLE resource_control.schedule IS
-    'What comes next in each schedule, and the tick that ran last, with how it ended.';
+    'The next tick of each schedule, and the tick that ran last, with its result.';
 COMMENT ON COLUMN resource_control.schedule.counted_from IS
-    'What the next tick is counted from: the last scheduled tick, or the first look.';
+    'The next tick follows this time: the last scheduled tick, or the first look.';
 COMMENT ON COLUMN resource_control.schedule.next_at IS
-    'The next scheduled tick. Infinity if there is none, null if not known.';
+    'The next scheduled tick. Infinity if there is none, null if it is not known.';
 COMMENT ON COLUMN resource_control.schedule.tick IS
-    'The tick that was taken last: scheduled, or the moment when it was asked for.';
+    'The tick that was taken last: a scheduled time, or the time of a trigger.';
 COMMENT ON COLUMN resource_control.schedule.attempt IS
-    'How many runs of this tick have begun, without those that gave it back.';
+    'How many runs of this tick have begun, without those that gave the tick back.';
 COMMENT ON COLUMN resource_control.schedule.failed IS
     'How many of these runs have returned an error.';
 COMMENT ON COLUMN resource_control.schedule.missed IS
@@ -682,17 +685,17 @@ COMMENT ON COLUMN resource_control.schedule.missed IS
 COMMENT ON COLUMN resource_control.schedule.token IS
     'The fencing token of the run, which grows from run to run.';
 COMMENT ON COLUMN resource_control.schedule.expires_at IS
-    'Until when the run holds the tick. After it, when the tick runs again.';
+    'When the lease of the run ends. After a failure: when the tick is retried.';
 COMMENT ON COLUMN resource_control.schedule.ended_at IS
-    'When the run ended the tick or gave it back. Null while it runs or crashed.';
+    'When the run ended or gave the tick back. Null while it runs, and after a crash.';
 COMMENT ON COLUMN resource_control.schedule.error IS
-    'What the run has failed with, or why it has crashed, if that is known.';
+    'The error of the run, or why it has crashed, if that is known.';
 COMMENT ON COLUMN resource_control.schedule.claim IS
-    'A random number of the claim, by which the run knows its row.';
+    'A random number by which the run recognizes its row.';
 COMMENT ON COLUMN resource_control.schedule.triggered_at IS
-    'When a run was asked for that has not begun yet.';
+    'When the schedule was triggered. Null if no triggered run is outstanding.';
 COMMENT ON COLUMN resource_control.schedule.paused_at IS
-    'Since when the schedule takes no scheduled tick. Null if not paused.';
+    'Since when the schedule is paused. Null if it is not paused.';
 
 -- == Once ==
 
@@ -705,8 +708,9 @@ CREATE TABLE IF NOT EXISTS resource_control.once (
     PRIMARY KEY (name, key)
 );
 
--- Volatile, so that the function sees what was committed after its caller's statement began and before that statement took the
--- lock. In PL/pgSQL, because a session keeps the plan of such a function, but plans a volatile SQL function at each call.
+-- Volatile, because a volatile function takes a new snapshot: it sees the rows that were committed after its caller's statement
+-- began, while that statement waited for the lock. In PL/pgSQL, because a session keeps the plan of such a function, but plans a
+-- volatile SQL function at each call.
 CREATE OR REPLACE FUNCTION resource_control.once_outcome(name text, key text) RETURNS resource_control.once
     LANGUAGE plpgsql VOLATILE
 AS $$
@@ -718,15 +722,15 @@ END
 $$;
 
 COMMENT ON TABLE resource_control.once IS
-    'What was done once, and what came of it.';
+    'Outcomes of Once: one row for each name and key whose work has succeeded.';
 COMMENT ON COLUMN resource_control.once.outcome IS
-    'What the work has returned.';
+    'The bytes that the work has returned.';
 COMMENT ON COLUMN resource_control.once.done_at IS
-    'When the work had ended, by the server''s clock.';
+    'When the work ended, by the server''s clock.';
 COMMENT ON COLUMN resource_control.once.fingerprint IS
     'The SHA-256 of the request. Null if none was given.';
 COMMENT ON FUNCTION resource_control.once_outcome(text, text) IS
-    'The row of the work with this name and key, and null if it was not done.';
+    'The row with this name and key. Null if that work has not been done.';
 
 -- == Views, and the base of fencing tokens ==
 
@@ -748,8 +752,8 @@ CREATE OR REPLACE VIEW resource_control.advisory_lock AS
         WHERE l.locktype = 'advisory' AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database());
 
 CREATE OR REPLACE VIEW resource_control.slot_in_flight AS
-    -- Not the domains, because PostgreSQL has no operator for exactly a domain, and would look for one in the whole search path of
-    -- whoever filters the rows.
+    -- The columns have plain types instead of the domains. PostgreSQL has no operator for exactly a domain, so a filter on such a
+    -- column would make it search the whole search path of the user for one.
     SELECT r.id, r.service::text AS service, r.slot::smallint AS slot, r.created_at, r.expires_at::timestamptz AS expires_at,
             r.expires_at - clock_timestamp() AS remaining, r.details
         FROM resource_control.service_request AS r
@@ -801,17 +805,17 @@ CREATE OR REPLACE VIEW resource_control.schedule_state AS
                 ELSE 'crashed'
             END AS state) AS t;
 
--- Sets a new base for the timelines if this database is a copy, or anew in any case. All tokens are then larger than those that
--- the sequences and the rows show. Returns whether a new base was set, and null if this is a copy and the role may not set it.
+-- Sets a new base if this database is a copy, or in any case if anew is true. All later tokens are larger than those in the
+-- sequences and rows. Returns whether a new base was set, and null if this is a copy and the role may not set a base.
 CREATE OR REPLACE FUNCTION resource_control.set_token_base(anew boolean DEFAULT false) RETURNS boolean
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
     SET lock_timeout = 0
 AS $$
 DECLARE
-    -- A larger token in a row was not drawn from a sequence, and after it no range would be left.
+    -- No sequence reaches this number, so a larger token in a row is a mistake. It is ignored, because no range is left above it.
     no_token CONSTANT bigint := 1::bigint << 62;
-    -- Microseconds since 2026, and of a day.
+    -- The microseconds since 2026, and those of a day.
     age CONSTANT bigint := GREATEST(date_part('epoch', clock_timestamp()) * 1000000 - 1767225600000000, 0);
     day CONSTANT bigint := 86400000000;
     timeline bigint := 1;
@@ -821,7 +825,7 @@ BEGIN
     IF NOT (anew OR resource_control.is_copy()) THEN
         RETURN false;
     END IF;
-    -- Only one session at a time, because a slower one would set the sequences back.
+    -- The lock admits one session at a time, because a slower one would set the sequences back.
     PERFORM pg_advisory_xact_lock(20000101000009);
     IF NOT (anew OR resource_control.is_copy()) THEN
         RETURN false;
@@ -829,9 +833,10 @@ BEGIN
     BEGIN
         timeline := ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
     EXCEPTION WHEN OTHERS THEN
-        -- Then token_floor() cannot read it either.
+        -- token_floor() cannot read the timeline either, and returns 0.
     END;
-    -- Logical replication copies rows and no sequences, and a sequence has not yet reached the range of a base that is new.
+    -- Sequences and rows are both read: logical replication copies rows and no sequences. The base is read, too, because the
+    -- sequences may not have reached its range yet.
     SELECT max(d.token) INTO largest FROM (
         SELECT s.last_value FROM resource_control.fencing_token AS s WHERE s.is_called AND s.last_value < no_token
         UNION ALL SELECT s.last_value FROM resource_control.service_request_id_seq AS s WHERE s.is_called AND s.last_value < no_token
@@ -842,16 +847,18 @@ BEGIN
     ) AS d (token);
     DELETE FROM resource_control.token_base;
     IF FOUND OR largest > 0 THEN
-        -- The next range, because the original may have drawn more tokens since it was copied. And at least the range of today,
-        -- because the original may also have been promoted since, which happens less than once a day.
+        -- The next range, because the original may have drawn more tokens since it was copied. At least the range of today: each
+        -- promotion of the original since then began another range, and promotions are rarer than one a day.
         range := GREATEST((largest >> 40) + 1, age / day);
-        -- Within the range, a later copy of the same original begins later: by more than is drawn in the meantime.
+        -- Within its range, a copy begins at a number that grows with the time of day, by more than tokens are drawn in that time.
+        -- So a later copy of the same original begins above the tokens of an earlier one.
         PERFORM setval(s.sequence, (range << 40) + age % day * 4)
             FROM (VALUES ('resource_control.fencing_token'::regclass), ('resource_control.service_request_id_seq')) AS s (sequence);
     END IF;
     INSERT INTO resource_control.token_base (identity, base)
         VALUES (COALESCE(resource_control.database_identity(), ''), COALESCE(range, 0) + 1 - timeline)
-        -- Makes a row that an older snapshot does not show a serialization failure, after which the crate repeats the call.
+        -- At REPEATABLE READ, a row of another session that the snapshot does not show is then a serialization failure, after
+        -- which the crate repeats the call.
         ON CONFLICT DO NOTHING;
     RETURN true;
 EXCEPTION WHEN insufficient_privilege THEN
@@ -865,19 +872,19 @@ $$;
 PERFORM resource_control.set_token_base();
 
 COMMENT ON FUNCTION resource_control.set_token_base(boolean) IS
-    'Lets tokens go on above all that are known if this database is a copy, or anew in any case. Returns whether it did, and null if this is a copy and the role may not do so.';
+    'Lets tokens continue above all that are known if this database is a copy, or in any case if anew is true. Returns whether it has set a new base, and null if this is a copy and the role may not set one.';
 COMMENT ON VIEW resource_control.advisory_lock IS
-    'Who holds the advisory locks of this database, and who waits for them on the server, and for whom. A lock is a number, or first and second.';
+    'The holders of the advisory locks of this database, and the sessions that wait for them on the server, with the pids that block these. A lock is a number, or a pair of first and second.';
 COMMENT ON VIEW resource_control.slot_in_flight IS
     'The slots of semaphores that are in use.';
 COMMENT ON VIEW resource_control.throttle_state IS
-    'When throttles of both kinds are due.';
+    'When the throttles of both kinds were granted last, and when they are due.';
 COMMENT ON VIEW resource_control.rate_limit_state IS
     'How many units the keys of rate limits have left, and how much of the burst is used: 0 for a full key, 1 for one that is limited.';
 COMMENT ON VIEW resource_control.leader IS
-    'Who leads what, since when, and until when unless the term is renewed.';
+    'The leader of each election, since when it leads, and when its term ends unless it is renewed.';
 COMMENT ON VIEW resource_control.schedule_state IS
-    'The tick of each schedule that ran last, and whether it is new, running, done, failed, crashed or given back; and since when the schedule is paused.';
+    'The next tick of each schedule, and the tick that ran last. The state is new, running, done, failed, crashed or given back.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000001');
 PERFORM pg_catalog.set_config('search_path', callers_path, true);

@@ -311,16 +311,17 @@ fn a_renewal_that_gets_a_busy_connection_costs_no_permit() {
     let database = installed();
     let mut observer = Observer::of(&database);
     workbench::block_on(async {
-        // On a slow machine a permit may be lost, but not each time.
-        for round in 0..10 {
-            let kept = Semaphore::named("kept", 1, Duration::from_secs(3)).keep_alive();
+        // On a slow machine a permit may be lost, so each round has more time.
+        for round in 0..7 {
+            let lease = Duration::from_secs(3 << round);
+            let kept = Semaphore::named("kept", 1, lease).keep_alive();
             let pool = crate::pool::unchecked(&database, 2);
             let admission = kept.key(round).acquire_timeout(&pool, HOUR).await;
             let permit = admission.unwrap().admitted().unwrap();
             let mut conn = pool.check_out(None).await.unwrap();
             dropped_asleep(&mut observer, execute(&mut conn, WORK)).await;
             drop(conn);
-            let is_lost = permit.wait_for_loss(Duration::from_secs(7)).await;
+            let is_lost = permit.wait_for_loss(lease * 7 / 3).await;
             let released = permit.release().await;
             if !is_lost && released.is_ok() {
                 return;

@@ -302,7 +302,7 @@ fn a_run_that_ignores_its_longest_time_holds_the_tick_until_the_lease_expires() 
         due(&schedule, &pool, 1);
         let (began, mut is_stored) = (Instant::now(), false);
         let ran = schedule.run_due(&pool, hourly, |_| {
-            while !is_stored && began.elapsed() < 5 * limit {
+            while !is_stored && began.elapsed() < 3 * limit {
                 is_stored = truth(look, stored);
             }
             Ok::<_, Error>(())

@@ -219,7 +219,7 @@ fn many_waiters_all_get_their_turn() {
     thread::scope(|scope| {
         for _ in 0..200 {
             thread::Builder::new()
-                .stack_size(256 * 1024)
+                .stack_size(1 << 20)
                 .spawn_scoped(scope, || {
                     let guard = wait(LOCK.acquire(&pool)).unwrap();
                     turns.fetch_add(1, Ordering::Relaxed);

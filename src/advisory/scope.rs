@@ -54,9 +54,11 @@ where
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
-    /// Takes the session lock on the caller's connection, runs `work`, and releases the lock. In
-    /// everything else like the blocking `with_on`; if the future is dropped, the unlock is queued
-    /// behind the statements that were sent.
+    /// Takes the session lock on the caller's connection, runs `work`, and releases the lock. The
+    /// connection may come from any pool of any crate.
+    ///
+    /// In everything else like the blocking `with_on`; if the future is dropped, the unlock is
+    /// queued behind the statements that were sent.
     pub async fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

@@ -290,7 +290,7 @@ impl<P: Pool> Semaphore<P> {
                 Some(Ok((Admission::Full(full), database, sent))) => {
                     turns.note_refusal(What::Slot(service.clone()), database, sent);
                     turns.not_after(full.retry_after);
-                    if let Some(waited) = turns.report_of_long_wait() {
+                    if let Some(waited) = turns.note_long_wait() {
                         long_wait::warn(self.subject, &Awaited::Slot(full.retry_after), waited);
                     }
                     last = Some(full);

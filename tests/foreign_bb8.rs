@@ -27,6 +27,7 @@ mod asynchronous {
 mod suite {
     #![allow(clippy::unit_arg)] // as in `suite/mod.rs`
 
+    mod begun;
     mod draining;
     mod fences;
     mod installing;

@@ -15,6 +15,7 @@ mod support;
 mod suite {
     #![allow(clippy::unit_arg)] // as in `suite/mod.rs`
 
+    mod begun;
     mod draining;
     mod fences;
     mod installing;

@@ -161,7 +161,7 @@ impl<C: Owner> Holder<C> {
         };
         let id = self.held().locks.get(busy).id;
         turns.note_refusal(What::Lock(id), busy.database, sent);
-        if let Some(waited) = turns.report_of_long_wait() {
+        if let Some(waited) = turns.note_long_wait() {
             self.warn_of_wait(busy, waited).await;
         }
         let Some(slice) = turns.slice().filter(|_| may_wait()) else {

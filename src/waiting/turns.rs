@@ -241,7 +241,7 @@ impl Turns {
     }
 
     /// How long this wait has lasted, if that is long and was not reported yet.
-    pub(crate) fn report_of_long_wait(&mut self) -> Option<Duration> {
+    pub(crate) fn note_long_wait(&mut self) -> Option<Duration> {
         let waited = self.since?.elapsed();
         let is_new = waited > LONG && !std::mem::replace(&mut self.is_reported, true);
         is_new.then_some(waited)

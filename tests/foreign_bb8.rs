@@ -34,16 +34,19 @@ mod suite {
     mod kept_permits;
     mod leaders;
     mod local_rate_limits;
+    mod once;
     mod permits;
     mod rate_limits;
     mod returned;
     mod schedules;
+    mod scopes;
     mod semaphores;
     mod session_locks;
     mod several_locks;
     mod testing_helpers;
     mod throttled_resources;
     mod throttles;
+    mod transaction_locks;
     mod waiting;
     mod ways_out;
 }

@@ -1,8 +1,8 @@
 //! What the crate promises, over r2d2 with a manager of the application's own, which never notices that a connection is marked as
 //! broken: every operation that takes the pool, and every way out.
 //!
-//! The forms with a connection (`scopes`, `transaction_locks`, `once`) take whatever dereferences to one. What they and Diesel mark
-//! as broken, a pool of the application's own must notice.
+//! What the forms with a connection (`scopes`, `transaction_locks`, `once`) and Diesel mark as broken, a pool of the application's
+//! own must notice; where it does not, they are tried on a new connection.
 
 #[path = "half/blocking.rs"]
 #[macro_use]
@@ -22,16 +22,19 @@ mod suite {
     mod kept_permits;
     mod leaders;
     mod local_rate_limits;
+    mod once;
     mod permits;
     mod rate_limits;
     mod returned;
     mod schedules;
+    mod scopes;
     mod semaphores;
     mod session_locks;
     mod several_locks;
     mod testing_helpers;
     mod throttled_resources;
     mod throttles;
+    mod transaction_locks;
     mod waiting;
     mod ways_out;
 }

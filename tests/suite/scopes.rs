@@ -6,7 +6,8 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Attempt, Error, IS_ASYNC, begin, begin_inside, execute, on_one, pool, wait,
+    AdvisoryLock, Attempt, Error, IS_ASYNC, NOTICES_BROKEN, begin, begin_inside, execute, on_one,
+    pool, wait,
 };
 use crate::support::{Observer, Wanted, eventually, number, run};
 
@@ -101,8 +102,10 @@ fn a_transaction_that_is_left_open_ends_the_session() {
         observer.assert_free(LOCK.lock_key());
     });
     wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
-    on_one(&pool, begin);
-    wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+    if NOTICES_BROKEN {
+        on_one(&pool, begin);
+        wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+    }
 }
 
 #[test]

@@ -9,9 +9,9 @@ use workbench::{Cluster, Database};
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Attempt, Conn, Error, IS_ASYNC, LockKey, PgPool, RateLimit, begin, begin_test,
-    check_exclusion, end, execute, make_pool, migrations, on_all, on_one, pool, unchecked_pool,
-    wait,
+    AdvisoryLock, Attempt, Conn, Error, IS_ASYNC, LockKey, NOTICES_BROKEN, PgPool, RateLimit,
+    begin, begin_test, check_exclusion, end, execute, make_pool, migrations, on_all, on_one, pool,
+    unchecked_pool, wait,
 };
 use crate::support::{
     Observer, Wanted, assert_pool_whole, eventually, foreign_holder, installed, number, run,
@@ -223,10 +223,15 @@ fn outside_a_transaction_and_at_repeatable_read_it_is_an_error() {
 fn on_a_standby_it_is_an_error() {
     let cluster = Cluster::start();
     let standby = cluster.standby();
-    let pool = make_pool(&standby.url("postgres"), 1, Duration::from_secs(20));
     for Wanted { lock, .. } in Wanted::one_and_several(&SERVER) {
+        let pool = make_pool(&standby.url("postgres"), 1, Duration::from_secs(20));
         for refusal in TRIES {
-            // The connection leaves its pool.
+            // The connection leaves its pool, if the pool notices the mark.
+            let pool = if NOTICES_BROKEN {
+                pool.clone()
+            } else {
+                make_pool(&standby.url("postgres"), 1, Duration::from_secs(20))
+            };
             on_one(&pool, |conn| {
                 begin(conn);
                 assert_matches!(refusal(&lock, conn), Error::Standby);

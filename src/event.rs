@@ -108,6 +108,11 @@ impl Subject {
         result
     }
 
+    /// Whether a holder begins after its claim: a leader or a run does, and a permit does not.
+    pub(crate) fn begins_later(self) -> bool {
+        matches!(self.primitive, "leader" | "schedule")
+    }
+
     /// Reports how a holding ended: `released`, `resigned` for a leader, `overran` if `longest` has
     /// ended it, or with an error.
     pub(crate) fn end(

@@ -184,13 +184,17 @@ impl<P: Pool> Leader<P> {
                 semaphore.claim(pool, Some(Instant::now() + mode::PATIENCE_OF_A_LOOP)),
             )
             .await;
-            let claimed = claimed.unwrap_or(Err(Error::TimedOut));
+            let claimed = match claimed {
+                Some(Ok(Admission::Admitted(permit))) if !permit.lease().begin() => {
+                    Err(Error::TimedOut)
+                }
+                Some(claimed) => claimed,
+                None => Err(Error::TimedOut),
+            };
             if claimed.is_ok() {
                 trouble.end();
             }
             let pause = match claimed {
-                // The reply came after the end of the term.
-                Ok(Admission::Admitted(permit)) if permit.is_lost() => longest,
                 Ok(Admission::Admitted(permit)) => {
                     let term = Term {
                         lease: permit.lease().clone(),

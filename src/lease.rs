@@ -110,7 +110,8 @@ pub(crate) struct Lease<P: Pool> {
 struct State {
     until: Instant,
     phase: Phase,
-    /// Whether the end of the lease was reported as an event.
+    /// Whether the end of the lease is not to be reported as an event: it was reported, or it is a
+    /// term or a run that has not begun.
     is_reported: bool,
     /// Whether the holder has asked, and so knows of the loss.
     was_heard: bool,
@@ -135,7 +136,7 @@ impl<P: Pool> Lease<P> {
         let state = State {
             until: not_after(grant.sent + trusted(grant.timeout), ends),
             phase: Phase::Held(Raised::held(grant.subject)),
-            is_reported: false,
+            is_reported: grant.subject.begins_later(),
             was_heard: false,
         };
         Arc::new(Self {
@@ -147,6 +148,15 @@ impl<P: Pool> Lease<P> {
             sleepers: Sleepers::default(),
             is_unanswered: AtomicBool::new(false),
         })
+    }
+
+    /// Begins a term or a run, unless its lease is over, because the reply to the claim was late.
+    /// What has not begun was never held, so its end is not reported, by whomever it is noticed.
+    pub(crate) fn begin(&self) -> bool {
+        let mut state = lock(&self.state);
+        let is_held = matches!(state.phase, Phase::Held(_)) && state.until > Instant::now();
+        state.is_reported = !is_held;
+        is_held
     }
 
     pub(crate) fn until(&self) -> Instant {

@@ -98,8 +98,8 @@ pub enum RunDue {
 /// attempts, a retry of no times or without a pause, a longest run that is shorter than the lease,
 /// or a `next` that does not advance; [`Error::NotInstalled`]; [`Error::PermitLost`] if
 /// the lease was lost while the work ran; [`Error::Pool`], [`Error::Standby`],
-/// [`Error::Database`], and with deadpool and bb8 [`Error::TimedOut`] if a look has no reply within
-/// a lease. `run` does not return the last five: it tries again.
+/// [`Error::Database`], and [`Error::TimedOut`] if a claim, or with deadpool and bb8 any look, has
+/// no reply within a lease. `run` does not return the last five: it tries again.
 #[must_use = "a schedule does nothing until it is run"]
 #[derive(Clone)]
 pub struct Schedule<P: Pool> {

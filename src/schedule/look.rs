@@ -192,12 +192,12 @@ impl<P: Pool> Schedule<P> {
             return Ok(again());
         };
         looks.number = claim_number();
-        // If the reply came after the end of the lease, the drop of the run gives the tick back.
-        Ok(if tick.is_lost() {
-            again()
+        // Otherwise the reply came after the end of the lease, and the drop gives the tick back.
+        if run.begin() {
+            Ok(Step::Run(run, tick))
         } else {
-            Step::Run(run, tick)
-        })
+            Err(Error::TimedOut)
+        }
     }
 
     /// What a look does, once what comes next is settled.

@@ -154,6 +154,10 @@ impl<P: Pool> Run<P> {
         finished
     }
 
+    pub(super) fn begin(&self) -> bool {
+        self.lease.begin()
+    }
+
     #[cfg(feature = "async")]
     pub(super) fn lease(&self) -> Arc<Lease<P>> {
         self.lease.clone()

@@ -5,13 +5,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use diesel_interlock::testing::{expire, make_tick_due};
-use workbench::RoundTrips;
+use workbench::{Database, RoundTrips};
 
 use crate::assert_matches;
 use crate::half::schedule::RunDue;
 use crate::half::*;
 use crate::support::exporter::{Metrics, exported};
-use crate::support::{LEASE, eventually, fresh, hourly, installed, once_at_least, run};
+use crate::support::{
+    IN_FLIGHT, LEASE, eventually, fresh, hourly, installed, number, once_at_least, run,
+};
 
 const SHORT: Duration = Duration::from_millis(300);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -234,4 +236,61 @@ fn a_run_that_has_lost_its_lease_is_counted_as_lost_once() {
             true
         });
     }
+}
+
+/// Makes each claim of a term and of a tick last longer than its lease, and counts them.
+const SLOW_CLAIMS: &str = "
+    CREATE SEQUENCE claims;
+    CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        PERFORM pg_sleep(0.4), nextval('public.claims');
+        RETURN NEW;
+    END $$;
+    CREATE TRIGGER slow BEFORE INSERT ON resource_control.service_request FOR EACH ROW
+        EXECUTE FUNCTION slow();
+    CREATE TRIGGER slow BEFORE UPDATE ON resource_control.schedule FOR EACH ROW
+        WHEN (NEW.token <> OLD.token) EXECUTE FUNCTION slow()";
+
+/// Asserts that none of several claims that came too late counts as an end of something.
+fn assert_nothing_was_held(database: &Database, metrics: &Metrics, loops: impl FnOnce(&dyn Fn())) {
+    let claims = || number(&mut database.connect(), "(SELECT last_value FROM claims)");
+    let before = claims();
+    loops(&|| eventually("several claims were too late", || claims() > before + 3));
+    eventually("nothing is held", || metrics.held() == 0.0);
+    let outcomes = [
+        "elected",
+        "resigned",
+        "deposed",
+        "released",
+        "lost",
+        "done",
+        "given back",
+    ];
+    let counted = outcomes.map(|outcome| metrics.operations(outcome));
+    assert_eq!(counted, [0.0; 7], "{outcomes:?}");
+    assert_eq!((metrics.lost(), metrics.holdings()), (0.0, 0.0));
+}
+
+#[test]
+fn what_was_granted_too_late_is_neither_won_nor_lost() {
+    let _ = exported();
+    let database = installed();
+    let pool = pool(&database, 4);
+    let (leader, schedule) = (
+        Leader::named("late", SHORT),
+        Schedule::named("late run").after_crash(SHORT, 1000),
+    );
+    let register = schedule.run_due(&pool, hourly, work!(|_tick| Ok::<_, Error>(())));
+    assert_matches!(wait(register), Ok(RunDue::Later(_)));
+    assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
+    run(&mut database.connect(), SLOW_CLAIMS);
+
+    assert_nothing_was_held(&database, &Metrics("late"), |several| {
+        while_it_leads(&leader, &pool, |_| panic!("it leads"), several);
+    });
+    eventually("all slots are free", || {
+        number(&mut database.connect(), IN_FLIGHT) == 0
+    });
+    assert_nothing_was_held(&database, &Metrics("late run"), |several| {
+        while_it_runs(&schedule, &pool, &hourly, &|_| panic!("it runs"), several);
+    });
 }

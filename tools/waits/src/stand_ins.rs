@@ -28,6 +28,10 @@ pub(crate) mod event {
     pub(crate) struct Subject;
 
     impl Subject {
+        pub(crate) fn begins_later(self) -> bool {
+            false
+        }
+
         pub(crate) fn end(self, _: &str, _: Instant, _: Instant, _: &Result<()>) {}
     }
 }

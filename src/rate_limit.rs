@@ -28,10 +28,11 @@ use crate::event::{Subject, changed};
 use crate::input;
 use crate::input::difference;
 use crate::mode::Mode;
-use crate::pool::{ConnectionOf, Pool, Reply, impl_debug};
+use crate::pool::{Checkout, ConnectionOf, Pool, Reply, impl_debug};
 use crate::session::{Session, is_unknown};
 use crate::statement::Database;
 use crate::statement::Statement;
+use crate::transaction::Own;
 use crate::waiting::{self, Turns, What};
 
 /// Allows N units per period for each key, and up to [`burst`](Quota::burst) units at once.
@@ -87,9 +88,16 @@ pub struct RateLimit<P: Pool> {
     pool: PhantomData<fn(&P)>,
 }
 
-/// How often a call is repeated that waited in vain for a row which was free again afterwards. Each
-/// time, another transaction may have held the row.
+/// How often a call is repeated after an error that [may be that of a locked row](may_be_locked).
+/// Once is enough if the key has a row, because the repetition locks it first. If it has none, the
+/// repetition may wait for another first call of the key.
 const RETRIES: usize = 3;
+
+/// Whether the error may be that of a wait for a row which has timed out. Diesel has no kind for
+/// it.
+const fn may_be_locked(error: &Error) -> bool {
+    matches!(error, Error::Database(cause) if is_unknown(cause))
+}
 
 impl<P: Pool> RateLimit<P> {
     /// Makes a limit with this name and quota.
@@ -328,8 +336,8 @@ impl<P: Pool> RateLimit<P> {
         Ok(self.read(&call, &row))
     }
 
-    /// Asks. If that failed because another transaction held the row for too long
-    /// and that transaction has ended by now, as is common on a busy key, asks again.
+    /// Asks. After an error of unknown kind, which may be that of a lock wait that timed out, asks
+    /// again without a wait for the row.
     async fn ask<T, U>(
         &self,
         pool: &P,
@@ -342,26 +350,48 @@ impl<P: Pool> RateLimit<P> {
     {
         let mut reply = ask(pool, deadline, question).await;
         for _ in 0..RETRIES {
-            let Err(error) = reply else { break };
-            self.explain(pool, deadline, error).await?;
-            reply = ask(pool, deadline, question).await;
+            if !reply.as_ref().is_err_and(may_be_locked) {
+                break;
+            }
+            reply = self.ask_unless_locked(pool, deadline, question).await;
         }
         reply
     }
 
-    /// Returns the error unless another try is worthwhile. Diesel has no kind for a lock wait that
-    /// timed out, so after an error of unknown kind a second query finds out whether the key is
-    /// locked now.
-    async fn explain(&self, pool: &P, deadline: Option<Instant>, error: Error) -> Result<()> {
-        let cause = match error {
-            Error::Database(cause) if is_unknown(&cause) => cause,
-            error => return Err(error),
+    /// Asks in a transaction that has locked the row, unless another transaction has.
+    async fn ask_unless_locked<T, U>(
+        &self,
+        pool: &P,
+        deadline: Option<Instant>,
+        question: &impl Question<T, U>,
+    ) -> Result<(U, Instant)>
+    where
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send + 'static,
+    {
+        let mut checkout = Checkout::new(pool, deadline).await?;
+        let asked = async {
+            let transaction = Own::begin_pooled(checkout.conn()).await?;
+            let asked = async {
+                self.lock(transaction.conn).await?;
+                let sent = Instant::now();
+                Ok((ask_on(transaction.conn, question).await?, sent))
+            };
+            let asked = asked.await;
+            transaction.end(asked).await
         };
+        let asked = asked.await;
+        checkout.give_back();
+        asked
+    }
+
+    /// Locks the row, unless another transaction has: then it fails, and does not wait. Nothing is
+    /// locked if there is no row.
+    async fn lock<S: Session>(&self, session: &mut S) -> Result<()> {
         let (call, _) = self.call()?;
-        match ask(pool, deadline, &call.is_locked()).await {
-            Ok((true, _)) => Err(Error::KeyLocked(self.name)),
-            Ok(_) => Ok(()),
-            Err(_) => Err(cause.into()),
+        match ask_on(session, &call.lock()).await? {
+            true => Err(Error::KeyLocked(self.name)),
+            false => Ok(()),
         }
     }
 

@@ -4,7 +4,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 
 use super::check::{Check, KeyState, Limited, Spent};
 use super::sql::{self, Commit};
-use super::{RETRIES, RateLimit};
+use super::{RETRIES, RateLimit, may_be_locked};
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::Subject;
@@ -54,22 +54,22 @@ impl<P: Pool> RateLimit<P> {
             if let Some(limited) = look(&keys, pool).await? {
                 return Ok(Check::Limited(limited));
             }
-            let mut reply = spend(&keys, pool).await;
-            if matches!(reply, Err(Unspent::Failed(_, Error::Standby))) {
+            let mut reply = spend(&keys, pool, Locked::Waits).await;
+            if matches!(reply, Err(Unspent::Failed(Error::Standby))) {
                 // The server has refused, so nothing was spent, and its connection is discarded.
-                reply = spend(&keys, pool).await;
+                reply = spend(&keys, pool, Locked::Waits).await;
             }
             for _ in 0..RETRIES {
-                let Err(Unspent::Failed(Some(limit), error)) = reply else {
-                    break;
-                };
-                limit.explain(pool, None, error).await?;
-                reply = spend(&keys, pool).await;
+                match &reply {
+                    Err(Unspent::Failed(error)) if may_be_locked(error) => {}
+                    _ => break,
+                }
+                reply = spend(&keys, pool, Locked::Fails).await;
             }
             match reply {
                 Ok(spent) => Ok(Check::Allowed(in_order(limits, &keys, &spent))),
                 Err(Unspent::Limited(limited)) => Ok(Check::Limited(limited)),
-                Err(Unspent::Failed(_, error)) => Err(error),
+                Err(Unspent::Failed(error)) => Err(error),
             }
         }))
     }
@@ -144,26 +144,33 @@ async fn look<P: Pool>(keys: &[Key<P>], pool: &P) -> Result<Option<Limited>> {
     }))
 }
 
-/// Why nothing was spent: a limit refused, or a key's statement failed.
-enum Unspent<'k, P: Pool> {
+/// Why nothing was spent.
+enum Unspent {
     Limited(Limited),
-    Failed(Option<&'k RateLimit<P>>, Error),
+    Failed(Error),
 }
 
-impl<P: Pool> From<Error> for Unspent<'_, P> {
+impl From<Error> for Unspent {
     fn from(error: Error) -> Self {
-        Self::Failed(None, error)
+        Self::Failed(error)
     }
 }
 
-type Spending<'k, P> = Result<Vec<(PgTimestamp, KeyState)>, Unspent<'k, P>>;
+/// What spending does about a row that another transaction has locked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Locked {
+    Waits,
+    Fails,
+}
+
+type Spending = Result<Vec<(PgTimestamp, KeyState)>, Unspent>;
 
 /// Spends all costs in one transaction.
-async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
+async fn spend<P: Pool>(keys: &[Key<P>], pool: &P, locked: Locked) -> Spending {
     let mut checkout = Checkout::new(pool, None).await?;
     let spent = async {
         let transaction = Own::begin_pooled(checkout.conn()).await?;
-        let spent = spend_on(keys, transaction.conn).await;
+        let spent = spend_on(keys, transaction.conn, locked).await;
         transaction.end(spent).await
     };
     let spent = spent.await;
@@ -171,7 +178,11 @@ async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
     spent
 }
 
-async fn spend_on<'k, P: Pool, S: Session>(keys: &'k [Key<P>], session: &mut S) -> Spending<'k, P> {
+async fn spend_on<P: Pool, S: Session>(
+    keys: &[Key<P>],
+    session: &mut S,
+    locked: Locked,
+) -> Spending {
     let commit = if keys.iter().any(|key| key.limit.is_durable) {
         Commit::Durable
     } else {
@@ -179,10 +190,12 @@ async fn spend_on<'k, P: Pool, S: Session>(keys: &'k [Key<P>], session: &mut S) 
     };
     let mut all = Vec::new();
     for key in keys {
-        match key.limit.decide(session, commit).await {
-            Ok(Check::Allowed(spent)) => all.push((spent.at, spent.state)),
-            Ok(Check::Limited(limited)) => return Err(Unspent::Limited(key.refusal(limited))),
-            Err(error) => return Err(Unspent::Failed(Some(&key.limit), error)),
+        if locked == Locked::Fails {
+            key.limit.lock(session).await?;
+        }
+        match key.limit.decide(session, commit).await? {
+            Check::Allowed(spent) => all.push((spent.at, spent.state)),
+            Check::Limited(limited) => return Err(Unspent::Limited(key.refusal(limited))),
         }
     }
     Ok(all)

@@ -185,9 +185,10 @@ const PRUNE: &str = "WITH done AS (
             RETURNING 1
     ) SELECT pg_catalog.count(*) FROM done";
 
-/// Whether another transaction holds the row of the key now. A row that is not committed yet is
-/// invisible, so any other transaction that writes to the table is then taken for its holder.
-const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
+/// Locks the row of the key, or returns that another transaction has locked it. A row that is not
+/// committed yet is invisible, so any other transaction that writes to the table is then taken for
+/// its holder.
+const LOCK: &str = "WITH free AS MATERIALIZED (
         SELECT FROM resource_control.rate_limit AS r
             WHERE r.name = $1 AND r.key = $2 FOR NO KEY UPDATE SKIP LOCKED
     ) SELECT CASE
@@ -244,8 +245,8 @@ impl<'a> Call<'a> {
         Statement::new(RESET, [self.name.into(), self.key.into()])
     }
 
-    pub(super) fn is_locked(self) -> Statement<Bool> {
-        Statement::new(IS_LOCKED, [self.name.into(), self.key.into()])
+    pub(super) fn lock(self) -> Statement<Bool> {
+        Statement::new(LOCK, [self.name.into(), self.key.into()])
     }
 }
 

@@ -83,7 +83,7 @@ fn hammer(
 /// On a machine that is too slow, the turn of a call does not come in time.
 fn in_its_turn<T>(outcome: Result<T, Error>) -> Option<T> {
     match outcome {
-        Err(Error::KeyLocked(_) | Error::Database(_)) => None,
+        Err(Error::KeyLocked(_)) => None,
         outcome => Some(outcome.unwrap()),
     }
 }

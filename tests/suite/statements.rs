@@ -639,7 +639,7 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
             Sends(
                 "Rate limits",
                 "a key in use",
-                "finds out, after a wait of 250 ms, whether another transaction still has the row",
+                "after a wait of 250 ms, locks the row in a transaction, unless another one still has it",
                 &|pool, _| {
                     let locked = LIMIT.key("locked");
                     assert!(wait(locked.check(pool)).unwrap().is_allowed());

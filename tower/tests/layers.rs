@@ -702,3 +702,61 @@ fn while_the_database_is_away_it_is_503_or_let_through() {
         assert_eq!(charge(&address, "k", "1").await.status.as_u16(), 500);
     });
 }
+
+/// As those of tower that limit concurrency: a clone is not ready, and only what was found ready may be called.
+#[derive(Default)]
+struct OnceReady(bool);
+
+impl Clone for OnceReady {
+    fn clone(&self) -> Self {
+        Self(false)
+    }
+}
+
+impl tower_service::Service<Request<Body>> for OnceReady {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = std::future::Ready<Result<Response<Body>, Infallible>>;
+
+    fn poll_ready(
+        &mut self,
+        _: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Result<(), Infallible>> {
+        self.0 = true;
+        std::task::Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<Body>) -> Self::Future {
+        assert!(
+            std::mem::take(&mut self.0),
+            "it was not asked whether it is ready"
+        );
+        std::future::ready(Ok(status(200, "done")))
+    }
+}
+
+#[test]
+fn the_service_that_was_found_ready_is_the_one_that_is_called() {
+    async fn call_twice<B>(
+        mut service: impl tower_service::Service<
+            Request<Body>,
+            Response = Response<B>,
+            Error = Infallible,
+        >,
+    ) {
+        for _ in 0..2 {
+            std::future::poll_fn(|context| service.poll_ready(context))
+                .await
+                .unwrap();
+            let response = service.call(Request::new(Body::empty())).await.unwrap();
+            assert_eq!(response.status(), StatusCode::OK);
+        }
+    }
+    block_on(async {
+        use tower_layer::Layer;
+        let setup = Setup::new(1);
+        call_twice(setup.layer().layer(OnceReady::default())).await;
+        let limit = RateLimitLayer::new((API.clone(), setup.pool.clone()), client);
+        call_twice(limit.layer(OnceReady::default())).await;
+    });
+}

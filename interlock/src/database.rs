@@ -215,7 +215,8 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
 /// functions in one of its schemas, and this program, perhaps as a superuser, must not call them.
 /// `SET LOCAL`, because a pooler hands the session to other clients after the transaction.
 const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0; \
-    SET LOCAL quote_all_identifiers = off; SET LOCAL standard_conforming_strings = on";
+    SET LOCAL idle_in_transaction_session_timeout = 0; SET LOCAL quote_all_identifiers = off; \
+    SET LOCAL standard_conforming_strings = on";
 
 /// Set for queries, so that no function of another role that a query may call can write, for
 /// example grant that role the rights of this one.
@@ -263,12 +264,8 @@ fn rows_of(
 ) -> QueryResult<Vec<Value>> {
     let query =
         format!("WITH q AS ({query}) SELECT COALESCE(json_agg(q), '[]')::text AS rows FROM q");
-    let json: Json = conn.transaction(|conn| {
-        conn.batch_execute(&if is_read_only {
-            format!("{OWN}; {READ_ONLY}")
-        } else {
-            OWN.to_owned()
-        })?;
+    let settings = if is_read_only { READ_ONLY } else { "" };
+    let json: Json = in_transaction(conn, settings, |conn| {
         let query = diesel::sql_query(query);
         match bind {
             Some(bind) => query.bind::<Text, _>(bind).get_result(conn),
@@ -283,10 +280,24 @@ fn rows_of(
 
 /// Runs statements that return no rows.
 pub(crate) fn execute(conn: &mut PgConnection, statements: &str) -> QueryResult<()> {
-    conn.transaction(|conn| {
-        conn.batch_execute(OWN)?;
-        conn.batch_execute(statements)
-    })
+    in_transaction(conn, "", |conn| conn.batch_execute(statements))
+}
+
+/// Not Diesel's, because a transaction must have its settings before a timeout of the role ends it.
+fn in_transaction<T>(
+    conn: &mut PgConnection,
+    settings: &str,
+    work: impl FnOnce(&mut PgConnection) -> QueryResult<T>,
+) -> QueryResult<T> {
+    let begun = conn.batch_execute(&format!("BEGIN; {OWN}; {settings}"));
+    match begun.and_then(|()| work(conn)) {
+        Ok(done) => conn.batch_execute("COMMIT").map(|()| done),
+        Err(error) => {
+            // If the session has ended, the error says why, and this would not.
+            let _ = conn.batch_execute("ROLLBACK");
+            Err(error)
+        }
+    }
 }
 
 /// The rights of each role beyond the objects that it owns. A role counts as having the rights of

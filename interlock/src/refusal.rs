@@ -53,12 +53,6 @@ const REFUSALS: &[(&str, bool, &str)] = &[
         "correct require_auth in DATABASE_URL or PGREQUIREAUTH: the server asks for another method",
     ),
     (
-        "idle-in-transaction timeout",
-        true,
-        "ALTER ROLE {role} SET idle_in_transaction_session_timeout = '1min'; -- it is shorter than a \
-            round trip",
-    ),
-    (
         "no password supplied",
         true,
         "put the password into DATABASE_URL, PGPASSWORD or ~/.pgpass \
@@ -391,10 +385,6 @@ mod tests {
                 "connection to server at \"db\", port 5432 failed: authentication method \
                     requirement \"none\" failed: server requested SCRAM-SHA-256 authentication",
                 "require_auth",
-            ),
-            (
-                "FATAL:  terminating connection due to idle-in-transaction timeout",
-                "idle_in_transaction_session_timeout",
             ),
             ("FATAL:  out of shared memory", "max_locks_per_transaction"),
             ("session is read-only", "the primary"),

@@ -65,29 +65,31 @@ pub(crate) const SERVER: &[&str] = &[
         'if this is an old primary, stop it, because locks that are held there exclude nobody on '
             'the new one; otherwise' AS why,
         json_build_object('default_transaction_read_only', 'off') AS settings",
-    "SELECT CASE WHEN reset_val = '0' THEN 'ok' ELSE 'warn' END AS level, format('%s = %s',
-        name, reset_val || unit) AS found,
-        format('it ends %s', CASE WHEN name LIKE 'idle%' THEN
+    "SELECT 'warn' AS level, format('%s = %s', name, reset_val || unit) AS found,
+        format('it ends %s', CASE name WHEN 'idle_session_timeout' THEN
             'a session that holds a lock and is idle'
-            WHEN name LIKE 'tr%' THEN 'a session whose transaction takes longer, and so frees '
-                'its locks'
+            WHEN 'transaction_timeout' THEN 'a session whose transaction takes longer, and so '
+                'frees its locks'
+            WHEN 'idle_in_transaction_session_timeout' THEN 'a transaction between two of its '
+                'statements, if the network or the program is slow'
             ELSE 'waits and statements although nothing is wrong with them' END) AS why,
-        json_build_object(name, '0') AS settings
-        FROM pg_settings WHERE name = 'idle_session_timeout' OR name = 'transaction_timeout' AND
+        json_build_object(name, CASE name WHEN 'idle_in_transaction_session_timeout' THEN '5min'
+            ELSE '0' END) AS settings
+        FROM pg_settings WHERE name IN ('idle_session_timeout', 'transaction_timeout') AND
             reset_val <> '0'
-            OR name IN ('statement_timeout', 'lock_timeout') AND reset_val::bigint BETWEEN 1 AND
-                999",
+            OR name IN ('statement_timeout', 'lock_timeout', 'idle_in_transaction_session_timeout')
+                AND reset_val::bigint BETWEEN 1 AND 999",
     // PostgreSQL's defaults are no mistake: where client_connection_check_interval is 0, a lock
-    // sets it for its own session.
+    // sets it for its own session. The value now is that of this transaction, not of the role.
     "SELECT CASE WHEN is_slow THEN 'warn' ELSE 'ok' END AS level,
-        format('%s = %s%s', name, setting || unit,
-            CASE WHEN name LIKE 'client%' AND setting = '0'
+        format('%s = %s%s', name, reset_val || unit,
+            CASE WHEN name LIKE 'client%' AND reset_val = '0'
                 THEN ', and a lock sets it to a second for its session' END) AS found,
         'the locks of a process that dies in the middle of a statement stay held for that long'
             AS why,
         json_build_object(name, '1s') AS settings
-        FROM (SELECT name, setting, unit,
-                name LIKE 'client%' AND setting::bigint >= 60000 AS is_slow
+        FROM (SELECT name, reset_val, unit,
+                name LIKE 'client%' AND reset_val::bigint >= 60000 AS is_slow
             FROM pg_settings WHERE name IN ('client_connection_check_interval',
                 'idle_in_transaction_session_timeout')) AS s",
     "SELECT 'warn' AS level, format('deadlock_timeout = %sms', setting) AS found,
@@ -275,11 +277,15 @@ pub(crate) const VIEWS: &[&str] = &[
                 chr(39)) AS shell
         FROM resource_control.schedule_state WHERE state = 'running' AND started_at <
             clock_timestamp() - :holder_age",
-    "SELECT 'warn' AS level, format('%s has %s rows, and nothing prunes it by itself',
-        c.relname, c.reltuples) AS found,
-        'call prune of the semaphore, throttle or rate limit from time to time' AS why
-        FROM pg_class AS c WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind
-            = 'r' AND c.reltuples > 1000000",
+    "SELECT 'warn' AS level, format('%s had %s rows at its last ANALYZE, and nothing prunes it by '
+        'itself', c.relname, c.reltuples::bigint) AS found,
+        format('call diesel_interlock::prune::%s daily, for example from a schedule', p.function)
+            AS why
+        FROM pg_class AS c JOIN (VALUES ('throttle', 'throttles'), ('rate_limit', 'rate_limits'),
+                ('service_request', 'requests'), ('once', 'once')) AS p (name, function)
+            ON p.name = c.relname
+        WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind = 'r'
+            AND c.reltuples > 1000000",
     "SELECT 'warn' AS level, format('request %s of %s was made in the future, at %s, and expires '
         'at %s', id, service, created_at, expires_at)
             AS found,

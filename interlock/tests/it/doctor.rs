@@ -3,101 +3,15 @@
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
-use std::process::{Command, Stdio};
 use std::thread;
+use std::time::Duration;
 
-use diesel_interlock::migrations;
+use diesel_interlock::{migrations, prune};
 use serde_json::Value;
-use workbench::{Cluster, Database};
+use workbench::{Cluster, Database, Endpoint, RoundTrips, StopMode};
 
+use crate::support::doctor::*;
 use crate::support::*;
-
-/// What doctor finds.
-#[track_caller]
-fn found(url: &str, arguments: &str) -> (Option<i32>, Vec<Value>) {
-    let mut command = interlock(url, &format!("doctor --json {arguments}"));
-    let output = output(&mut command);
-    let text = String::from_utf8_lossy(&output.stdout);
-    let lines: Value = serde_json::from_str(&text).unwrap_or_else(|_| panic!("{output:?}"));
-    (output.status.code(), lines.as_array().unwrap().clone())
-}
-
-#[track_caller]
-fn line(url: &str, arguments: &str, level: &str, word: &str) -> Value {
-    let (_, lines) = found(url, arguments);
-    let is_it =
-        |line: &&Value| line["level"] == level && line["found"].as_str().unwrap().contains(word);
-    let line = lines.iter().find(is_it);
-    line.unwrap_or_else(|| panic!("no {level} of {word} in {lines:#?}"))
-        .clone()
-}
-
-/// Pastes the remedy, as a superuser and with the program on the path, and looks again. Returns the
-/// status of the last look.
-#[track_caller]
-fn remedied(
-    url: &str,
-    of_superuser: &str,
-    arguments: &str,
-    level: &str,
-    word: &str,
-) -> Option<i32> {
-    let line = line(url, arguments, level, word);
-    let mut all = String::new();
-    if let Some(sql) = line["sql"].as_str().filter(|sql| !sql.is_empty()) {
-        assert!(sql.ends_with(';') || sql.contains("; --"), "{sql}");
-        let mut psql = Command::new("psql");
-        psql.args(["-qX", "-v", "ON_ERROR_STOP=1", of_superuser]);
-        psql.env("PGOPTIONS", "-c statement_timeout=0 -c lock_timeout=0");
-        all += &pasted(psql, sql);
-    }
-    if let Some(shell) = line["shell"].as_str().filter(|shell| !shell.is_empty()) {
-        let directory = std::path::Path::new(env!("CARGO_BIN_EXE_interlock"))
-            .parent()
-            .unwrap();
-        let mut sh = Command::new("sh");
-        sh.env("DATABASE_URL", of_superuser);
-        sh.env("PATH", format!("{}:/usr/bin:/bin", directory.display()));
-        // Where it asks, the operator says yes.
-        sh.args(["-c", &format!("{shell} <<END\ny\nEND")]);
-        all += &pasted(sh, "");
-    }
-    assert!(!all.is_empty(), "no remedy: {line}");
-    let (status, lines) = found(url, arguments);
-    let is_still = lines
-        .iter()
-        .any(|it| it["level"] == level && it["found"].as_str().unwrap().contains(word));
-    assert!(!is_still, "{word}, after {all}: {lines:#?}");
-    status
-}
-
-#[track_caller]
-fn pasted(mut program: Command, text: &str) -> String {
-    let mut child = program
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    child
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(text.as_bytes())
-        .unwrap();
-    let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{text}: {output:?}");
-    format!("{program:?} {text}")
-}
-
-/// A server without the roles of other tests, with what the checklist wants.
-fn healthy() -> Cluster {
-    Cluster::builder()
-        .setting("client_connection_check_interval", "10s")
-        .setting("idle_in_transaction_session_timeout", "5min")
-        .setting("max_prepared_transactions", "2")
-        .start()
-}
 
 /// A server, or a pooler, that lets clients in and then says nothing.
 fn silent_server() -> String {
@@ -458,7 +372,6 @@ fn settings_are_set_back_by_what_is_pasted() {
     let database = cluster.database();
     let (url, name) = (&database.url(), database.name());
     let mut session = Session::of(&database);
-    // Under a timeout of less than a second, a look may be cut short, and is then repeated.
     for (setting, level, word) in [
         (
             "idle_session_timeout = '1h'",
@@ -496,11 +409,16 @@ fn settings_are_set_back_by_what_is_pasted() {
         session.sql(&format!(
             "BEGIN READ WRITE; ALTER DATABASE {name} SET {setting}; COMMIT"
         ));
-        eventually("doctor has finished", || {
-            let lines = printed(&mut interlock(url, "doctor --json")).1;
-            lines.contains(word) && lines.starts_with('[')
+        // Under a timeout of less than a second, a look may be cut short, and is then repeated.
+        let mut line = Value::Null;
+        eventually(word, || {
+            let (_, lines) = found(url, "");
+            line = of(&lines, level, word).cloned().unwrap_or_default();
+            !line.is_null()
         });
-        remedied(url, url, "", level, word);
+        let all = paste(&line, url);
+        let (status, lines) = found(url, "--strict");
+        assert_eq!(status, Some(0), "{setting}, after {all}: {lines:#?}");
     }
 }
 
@@ -538,15 +456,9 @@ fn standbys_are_judged_as_each_role_sees_them() {
         session.sql(&format!(
             "ALTER SYSTEM SET synchronous_standby_names = '{names}'"
         ));
-        session.sql("SELECT pg_reload_conf()");
+        session.reload();
         for url in &urls {
-            eventually(word, || {
-                let (_, lines) = found(url, "");
-                let is_it = |line: &Value| {
-                    line["level"] == level && line["found"].as_str().unwrap().contains(word)
-                };
-                lines.iter().any(is_it)
-            });
+            eventually(word, || of(&found(url, "").1, level, word).is_some());
         }
     };
     judged("", "warn", "1 standbys, and none is synchronous");
@@ -610,14 +522,19 @@ fn rights_are_granted_by_what_is_pasted() {
         "fail",
         "may not use all of the schema",
     );
-    Session::of(&database).sql("ALTER ROLE \"the app\" CONNECTION LIMIT 4");
-    remedied(
-        url,
-        &database.url(),
-        "",
-        "warn",
-        "connections of the ROLE \"the app\"",
-    );
+    for whose in [
+        "ROLE \"the app\"".to_owned(),
+        format!("DATABASE {}", database.name()),
+    ] {
+        Session::of(&database).sql(&format!("ALTER {whose} CONNECTION LIMIT 4"));
+        remedied(
+            url,
+            &database.url(),
+            "",
+            "warn",
+            &format!("connections of the {whose}"),
+        );
+    }
 }
 
 #[test]
@@ -740,14 +657,10 @@ fn a_standby_that_every_commit_waits_for_is_missed() {
     let url = &cluster.url("postgres");
     let mut session = Session(cluster.endpoint("postgres").connect());
     session.sql("ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (*)'");
-    session.sql("SELECT pg_reload_conf()");
+    session.reload();
+    let missed = line(url, "", "fail", "needs 1, and 0 such are connected");
+    paste(&missed, url);
     let setting = "SELECT current_setting('synchronous_standby_names')";
-    eventually("it is set", || !session.text(setting).is_empty());
-    let word = "needs 1, and 0 such are connected";
-    let remedy = line(url, "", "fail", word)["sql"].clone();
-    for statement in remedy.as_str().unwrap().split_inclusive(';') {
-        session.sql(statement);
-    }
     eventually("it is reset", || session.text(setting).is_empty());
     let (status, lines) = found(url, "--strict");
     assert_eq!(status, Some(0), "{lines:#?}");
@@ -869,20 +782,158 @@ fn an_index_of_slots_that_is_another_one_is_made_anew() {
 }
 
 #[test]
-fn a_small_table_of_locks_is_named() {
+fn what_is_nearly_used_up_has_room_after_a_restart() {
     let cluster = Cluster::builder()
         .setting("max_locks_per_transaction", "10")
+        .setting("max_connections", "20")
         .start();
-    let few = line(
-        &cluster.url("postgres"),
-        "",
-        "warn",
-        "max_locks_per_transaction = 10",
-    );
+    let url = &cluster.url("postgres");
+    let load = || {
+        let mut sessions: Vec<_> = (0..14)
+            .map(|_| Session(cluster.endpoint("postgres").connect()))
+            .collect();
+        sessions[0].sql("SELECT count(pg_advisory_lock(n)) FROM generate_series(1, 150) AS n");
+        sessions
+    };
+    let sessions = load();
+    for word in [
+        "places in the table of locks are used (max_locks_per_transaction = 10)",
+        "of 17 connections are used",
+    ] {
+        paste(&line(url, "", "warn", word), url);
+    }
+    drop(sessions);
+    cluster.restart(StopMode::Fast);
+    let _sessions = load();
+    let (status, lines) = found(url, "--strict");
+    assert_eq!(status, Some(0), "{lines:#?}");
+}
+
+#[test]
+fn the_primary_is_found_from_a_standby_and_commits_wait_for_it() {
+    let cluster = healthy();
+    let standby = cluster.standby();
+    let url = &standby.url("postgres");
+    let word = "the server is a standby";
+    let why = line(url, "", "fail", word)["why"].clone();
+    let attributes = "name all hosts in DATABASE_URL, and add target_session_attrs=read-write";
+    assert!(why.as_str().unwrap().ends_with(attributes), "{why}");
+    let directories = [&standby, &cluster].map(|one| one.directory().display().to_string());
+    let both = Endpoint::new(url).url_with("host", &directories.join(","));
+    let both = &Endpoint::new(&both).url_with("target_session_attrs", "read-write");
+    let (status, lines) = found(both, "");
+    assert_eq!(status, Some(0), "{lines:#?}");
+
+    let asynchronous = "1 standbys, and none is synchronous";
+    let mut looked = Value::Null;
+    eventually("the standby follows", || {
+        looked = of(&found(both, "").1, "warn", asynchronous)
+            .cloned()
+            .unwrap_or_default();
+        !looked.is_null()
+    });
+    paste(&looked, both);
+    eventually("commits wait for it", || {
+        found(both, "--strict").0 == Some(0)
+    });
+}
+
+#[test]
+fn a_database_of_another_encoding_has_a_new_one_beside_it() {
+    let cluster = healthy();
+    Session(cluster.endpoint("postgres").connect())
+        .sql("CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0");
+    let latin = &cluster.url("latin");
+    paste(&line(latin, "", "fail", "is LATIN1"), latin);
+    let new = &cluster.url("latin_utf8");
+    assert_eq!(status(&mut interlock(new, "install")), Some(0));
+    let (status, lines) = found(new, "--strict");
+    assert_eq!(status, Some(0), "{lines:#?}");
+}
+
+#[test]
+fn ids_of_requests_that_were_not_copied_go_on() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    let mut claimed = 0;
+    for spoil in [
+        "TABLE resource_control.service_request ALTER id DROP IDENTITY",
+        "SEQUENCE resource_control.service_request_id_seq RESTART",
+    ] {
+        session.sql("SELECT resource_control.claim_service_request('x', 9, '1 day')");
+        session.sql(&format!("ALTER {spoil}"));
+        if spoil.starts_with("TABLE") {
+            remedied(url, url, "", "fail", "service_request.id is no identity");
+        }
+        remedied(url, url, "", "fail", "the ids of requests, which are");
+        let (status, lines) = found(url, "--strict");
+        assert_eq!(status, Some(0), "{lines:#?}");
+        session.sql("SELECT resource_control.claim_service_request('x', 9, '1 day')");
+        let newest = session.number("SELECT max(id) FROM resource_control.slot_in_flight");
+        assert!(newest > claimed, "{newest} after {claimed}");
+        claimed = newest;
+    }
     assert_eq!(
-        few["sql"],
-        "ALTER SYSTEM SET max_locks_per_transaction = 128;"
+        session.number("SELECT count(DISTINCT id) FROM resource_control.slot_in_flight"),
+        4
     );
+}
+
+/// The tables of which rows are left, by more than a million of them, and by what PostgreSQL believes.
+#[test]
+fn tables_that_nobody_prunes_are_named_until_they_are_pruned() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    let pool = &database.pool(1);
+    migrations::install(pool).unwrap();
+    let mut session = Session::of(&database);
+    let many = "had 1000001 rows at its last ANALYZE";
+    session.sql(
+        "INSERT INTO resource_control.once (name, key, outcome)
+            SELECT 'charge', n::text, '' FROM generate_series(1, 1000001) AS n;
+         ANALYZE resource_control.once",
+    );
+    let why = line(url, "", "warn", &format!("once {many}"))["why"].clone();
+    let why = why.as_str().unwrap();
+    assert!(why.contains("diesel_interlock::prune::once "), "{why}");
+    assert_eq!(prune::once(pool, Duration::ZERO).unwrap(), 1_000_001);
+    session.sql("ANALYZE resource_control.once");
+    assert_eq!(found(url, "--strict").0, Some(0));
+    for (table, function) in [
+        ("throttle", "throttles"),
+        ("rate_limit", "rate_limits"),
+        ("service_request", "requests"),
+    ] {
+        session.sql(&format!(
+            "UPDATE pg_class SET reltuples = 1000001
+                WHERE oid = 'resource_control.{table}'::regclass"
+        ));
+        let why = line(url, "", "warn", &format!("{table} {many}"))["why"].clone();
+        let why = why.as_str().unwrap();
+        assert!(why.contains(&format!("::prune::{function} ")), "{why}");
+        session.sql(&format!("ANALYZE resource_control.{table}"));
+        assert_eq!(found(url, "--strict").0, Some(0));
+    }
+}
+
+#[test]
+fn a_transaction_that_a_round_trip_would_end_is_named_and_cured() {
+    let cluster = healthy();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    Session::of(&database).sql(
+        "CREATE ROLE app LOGIN; ALTER ROLE app SET idle_in_transaction_session_timeout = '1ms'",
+    );
+    grant(&database, "--set=role=app");
+    let slow = RoundTrips::in_front_of(&Endpoint::new(&database.url_with("user", "app")));
+    slow.set_delay(Duration::from_millis(20), Duration::ZERO);
+    let word = "idle_in_transaction_session_timeout = 1ms";
+    let status = remedied(&slow.url(), &database.url(), "--strict", "warn", word);
+    assert_eq!(status, Some(0));
 }
 
 #[test]
@@ -892,7 +943,7 @@ fn an_old_snapshot_of_a_standby_is_named_here_and_there() {
     let mut there = Session(standby.endpoint("postgres").connect());
     there.sql("ALTER SYSTEM SET hot_standby_feedback = on");
     there.sql("ALTER SYSTEM SET wal_receiver_status_interval = '1s'");
-    there.sql("SELECT pg_reload_conf()");
+    there.reload();
     there.sql("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM pg_class");
     let pid = there.pid();
     let mut here = Session(cluster.endpoint("postgres").connect());
@@ -914,19 +965,20 @@ fn an_old_snapshot_of_a_standby_is_named_here_and_there() {
     );
     let remedy = snapshot["sql"].as_str().unwrap();
     assert!(remedy.contains("interval '00:07:00'; -- on"), "{remedy}");
+    let of_standby = &standby.url("postgres");
     let open = format!("in session {pid}");
-    line(
-        &standby.url("postgres"),
+    line(of_standby, "--transaction-age 0s", "warn", &open);
+    let (_, lines) = found(of_standby, "");
+    let failed = of(&lines, "warn", "query of doctor has failed");
+    assert!(failed.is_none(), "{lines:#?}");
+    let now = line(
+        &url,
         "--transaction-age 0s",
         "warn",
-        &open,
+        "(hot_standby_feedback)",
     );
-    let (_, lines) = found(&standby.url("postgres"), "");
-    let failed = |line: &&Value| {
-        line["found"]
-            .as_str()
-            .unwrap()
-            .contains("query of doctor has failed")
-    };
-    assert_eq!(lines.iter().filter(failed).count(), 0, "{lines:#?}");
+    paste(&now, of_standby);
+    eventually("the standby tells that it has none", || {
+        of(&found(&url, "").1, "warn", "(hot_standby_feedback)").is_none()
+    });
 }

@@ -720,9 +720,8 @@ fn doctor_names_settings_and_what_stays_open() {
     doctor_says(url, "", "ok", "client_connection_check_interval");
     doctor_says(url, "", "ok", "idle_in_transaction_session_timeout");
     session.sql(&format!(
-        "ALTER DATABASE {name} SET statement_timeout = '900ms'; ALTER DATABASE {name} SET default_transaction_read_only = on"
+        "ALTER DATABASE {name} SET default_transaction_read_only = on"
     ));
-    doctor_says(url, "", "warn", "statement_timeout = 900ms");
     doctor_says(url, "", "fail", "default_transaction_read_only = on");
     session.sql(&format!("ALTER DATABASE {name} RESET ALL"));
     session.sql("BEGIN; SELECT 1");
@@ -755,22 +754,6 @@ fn doctor_names_settings_and_what_stays_open() {
         status(&mut interlock(url, "doctor --holder-age 9999999999d")),
         Some(2)
     );
-}
-
-#[test]
-fn doctor_names_a_standby_and_what_is_nearly_used_up() {
-    let cluster = Cluster::builder()
-        .setting("max_locks_per_transaction", "10")
-        .setting("max_connections", "20")
-        .start();
-    let standby = cluster.standby();
-    doctor_says(&standby.url("postgres"), "", "fail", "is a standby");
-    let database = cluster.database();
-    let mut session = Session::of(&database);
-    session.sql("SELECT count(pg_advisory_lock(n)) FROM generate_series(1, 150) AS n");
-    doctor_says(&database.url(), "", "warn", "places in the table of locks");
-    let _sessions: Vec<_> = (0..13).map(|_| Session::of(&database)).collect();
-    doctor_says(&database.url(), "", "warn", "of 17 connections are used");
 }
 
 #[test]

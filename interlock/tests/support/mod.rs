@@ -1,6 +1,8 @@
 //! `interlock` as cron starts it, and what looks at the database meanwhile.
 #![allow(dead_code)] // each crate uses a part
 
+pub(crate) mod doctor;
+
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -217,6 +219,16 @@ impl Session {
     pub(crate) fn text(&mut self, expression: &str) -> String {
         let text = sql::<Text>(&format!("({expression})::text"));
         diesel::select(text).get_result(&mut self.0).unwrap()
+    }
+
+    /// Lets the server read its files again. The sessions read them after the process that lets
+    /// new sessions in.
+    pub(crate) fn reload(&mut self) {
+        let read_at = self.text("pg_conf_load_time()");
+        self.sql("SELECT pg_reload_conf()");
+        eventually("the files were read", || {
+            self.text("pg_conf_load_time()") != read_at
+        });
     }
 
     pub(crate) fn pid(&mut self) -> i64 {

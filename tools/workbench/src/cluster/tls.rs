@@ -19,7 +19,8 @@ const ACCESS: &str = "local all all trust\n\
 
 impl ClusterBuilder {
     /// The server listens on a free TCP port of the loopback interface, too, and demands TLS there. Its certificate, for
-    /// `localhost` and `127.0.0.1`, is from a certificate authority of its own. See [`Cluster::tls_endpoint`].
+    /// `localhost` and `127.0.0.1`, is from a certificate authority of its own. See [`Cluster::tls_endpoint`]. The directory
+    /// of the server has a certificate of a client, too, for the role `postgres`: `client.crt` and `client.key`.
     pub fn tls(mut self) -> Self {
         self.tls = true;
         self.setting("listen_addresses", "127.0.0.1")
@@ -97,18 +98,30 @@ fn write_certificates(directory: &Path) -> Result<(), Box<dyn Error>> {
     let key = KeyPair::generate()?;
     let certificate = server.signed_by(&key, &issuer)?;
 
+    let mut client = CertificateParams::default();
+    client
+        .distinguished_name
+        .push(DnType::CommonName, "postgres");
+    client.use_authority_key_identifier_extension = true;
+    let client_key = KeyPair::generate()?;
+    let client = client.signed_by(&client_key, &issuer)?;
+
     // The server may run as another user.
     let owner = fs::metadata(directory)?;
     for (file, text) in [
         ("ca.crt", root.pem()),
         ("server.crt", certificate.pem()),
         ("server.key", key.serialize_pem()),
+        ("client.crt", client.pem()),
+        ("client.key", client_key.serialize_pem()),
     ] {
         let path = directory.join(file);
         fs::write(&path, text)?;
-        // A server refuses a key that others may read.
+        // A server refuses a key that others may read, and so does libpq.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
-        chown(&path, Some(owner.uid()), Some(owner.gid()))?;
+        if !file.starts_with("client") {
+            chown(&path, Some(owner.uid()), Some(owner.gid()))?;
+        }
     }
     Ok(())
 }

@@ -278,6 +278,22 @@ fn rows_of(
     }
 }
 
+#[derive(QueryableByName)]
+struct Planned {
+    #[diesel(sql_type = Text, column_name = "QUERY PLAN")]
+    line: String,
+}
+
+/// Returns the plan of a query, which is not run. Under row security, where the plan depends on the
+/// role, this is an error.
+pub(crate) fn plan(conn: &mut PgConnection, query: &str) -> QueryResult<Vec<String>> {
+    let settings = format!("{READ_ONLY}; SET LOCAL row_security = off");
+    let lines: Vec<Planned> = in_transaction(conn, &settings, |conn| {
+        diesel::sql_query(format!("EXPLAIN (VERBOSE, COSTS OFF) {query}")).load(conn)
+    })?;
+    Ok(lines.into_iter().map(|it| it.line).collect())
+}
+
 /// Runs statements that return no rows.
 pub(crate) fn execute(conn: &mut PgConnection, statements: &str) -> QueryResult<()> {
     in_transaction(conn, "", |conn| conn.batch_execute(statements))

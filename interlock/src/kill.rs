@@ -284,3 +284,39 @@ fn is_there(conn: &mut PgConnection, pid: &Value) -> Result<bool, Failure> {
 pub(crate) fn shell_word(word: &str) -> String {
     format!("'{}'", ps::plain(word).replace('\'', r"'\''"))
 }
+
+#[cfg(test)]
+mod tests {
+    use diesel::connection::SimpleConnection;
+    use serde_json::json;
+    use workbench::Database;
+
+    use super::*;
+
+    /// PostgreSQL gives a pid to another session when the first has ended.
+    #[test]
+    fn a_session_that_has_the_pid_of_the_holder_by_now_is_spared() {
+        let database = Database::new();
+        let [conn, holder] = &mut [(); 2].map(|()| database.connect());
+        holder
+            .batch_execute("SELECT pg_advisory_lock(7, 12)")
+            .unwrap();
+        let kill = Kill {
+            name: "7,12".to_owned(),
+            number: true,
+            slot: None,
+            leader: false,
+            is_run: false,
+            yes: true,
+        };
+        let it = kill.questions().unwrap();
+        let shown = rows_with(conn, &it.shown, &it.parameter).unwrap().remove(0);
+        let mut former = shown.clone();
+        former["session_since"] = json!("2026-01-01T00:00:00Z");
+        let mut ended = |row: &Value| changed(conn, &it.act, &json!([row]).to_string()).unwrap();
+        assert!(ended(&former).is_empty());
+        holder.batch_execute("SELECT 1").unwrap();
+        assert_eq!(ended(&shown)[0]["is_done"], true);
+        assert!(holder.batch_execute("SELECT 1").is_err());
+    }
+}

@@ -1,13 +1,13 @@
 //! Compares the objects of the schema with the migrations of this release: the text and settings of
-//! each function, and the columns of each table. `diesel_interlock` itself checks only that the
-//! objects exist.
+//! each function, the columns of each table, and the plan of each view. `diesel_interlock` itself
+//! checks only that the objects exist.
 
 use diesel::QueryResult;
 use diesel::pg::PgConnection;
 use diesel_interlock::migrations;
 use serde_json::{Value, json};
 
-use crate::database::{changed, execute, rows, rows_with};
+use crate::database::{changed, execute, plan, rows, rows_with};
 
 /// A function as its migration writes it.
 #[derive(Debug)]
@@ -26,6 +26,14 @@ struct Column {
     table: &'static str,
     name: &'static str,
     definition: String,
+}
+
+/// A view as its migration writes it.
+#[derive(Debug)]
+struct View {
+    version: &'static str,
+    name: &'static str,
+    query: &'static str,
 }
 
 /// A difference, and the remedy.
@@ -122,6 +130,63 @@ fn columns(text: &'static str) -> Vec<Column> {
     found
 }
 
+fn views(text: &'static str) -> impl Iterator<Item = View> {
+    let pieces = text.split("CREATE OR REPLACE VIEW resource_control.");
+    pieces.skip(1).filter_map(move |piece| {
+        let (name, rest) = piece.split_once(" AS\n")?;
+        let (query, _) = rest.split_once(';')?;
+        Some(View {
+            version: version(text),
+            name,
+            query,
+        })
+    })
+}
+
+/// PostgreSQL stores a view in parsed form, and each version prints it differently. So the plan of
+/// the view is compared with the plan of the query in its migration.
+fn differing_view(conn: &mut PgConnection, view: &View) -> QueryResult<Option<Difference>> {
+    const COLUMNS: &str = "
+        SELECT string_agg(quote_ident(attname), ', ' ORDER BY attnum) AS names FROM pg_attribute
+        WHERE attrelid = to_regclass('resource_control.' || $1)::oid AND attnum > 0";
+    let View {
+        version,
+        name,
+        query,
+    } = view;
+    let columns = rows_with(conn, COLUMNS, name)?;
+    let Some(columns) = columns.first().and_then(|row| row["names"].as_str()) else {
+        return Ok(None);
+    };
+    let migrations = |what: &str| format!("SELECT {what} FROM ({query}) AS {name}");
+    // It fails without a right, without a column of a table, and under row security, which are
+    // findings of their own.
+    let Ok(wanted) = plan(conn, &migrations("*")) else {
+        return Ok(None);
+    };
+    let (why, sql) = if plan(conn, &migrations(columns)).is_err() {
+        (
+            "its columns are others, too: drop it with what depends on it, let its migration create \
+                it again, and grant it again with grants.sql",
+            format!("DROP VIEW resource_control.{name} CASCADE;"),
+        )
+    } else if plan(conn, &format!("SELECT * FROM resource_control.{name}"))? != wanted {
+        ("its migration restores it", String::new())
+    } else {
+        return Ok(None);
+    };
+    Ok(Some(Difference {
+        found: format!(
+            "the view resource_control.{name} is not that of this release: it was replaced, or is \
+                of another release"
+        ),
+        why: why.to_owned(),
+        sql,
+        shell: REPAIR.to_owned(),
+        version: Some(version),
+    }))
+}
+
 /// The differences from this release. Missing functions and tables are left out, because
 /// `migrations::check` reports them.
 pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference>> {
@@ -175,6 +240,9 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
             shell: REPAIR.to_owned(),
             version: Some(function.version),
         });
+    }
+    for view in migrations::texts().flat_map(views) {
+        all.extend(differing_view(conn, &view)?);
     }
     let columns: Vec<_> = migrations::texts().flat_map(columns).collect();
     let wanted = columns
@@ -280,6 +348,10 @@ mod tests {
             .unwrap();
         assert_eq!(claim.settings[0], "search_path=pg_catalog, pg_temp");
         assert_eq!(claim.settings.len(), 4);
+        let views: Vec<_> = migrations::texts().flat_map(views).collect();
+        assert!(views.len() >= 6, "{views:#?}");
+        let is_whole = |it: &View| it.query.contains("\n        FROM ");
+        assert!(views.iter().all(is_whole), "{views:#?}");
         let columns: Vec<_> = migrations::texts().flat_map(columns).collect();
         assert!(columns.len() >= 45, "{columns:#?}");
         let of = |table: &str, name: &str| {

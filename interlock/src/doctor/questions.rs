@@ -453,6 +453,19 @@ pub(crate) const AS_INSTALLED: &str = "
             'what is written there', t.tgname, name), 'if it is not meant to, as the owner',
         format('DROP TRIGGER %I ON resource_control.%I;', t.tgname, name)
         FROM objects JOIN pg_trigger AS t ON t.tgrelid = objects.oid WHERE NOT t.tgisinternal
+    UNION ALL SELECT 'warn', format('the constraint %I on %s may refuse what is written there',
+            c.conname, what), 'if it is not meant to, as the owner',
+        format('ALTER %s DROP CONSTRAINT %I;', what, c.conname)
+        FROM pg_constraint AS c JOIN pg_namespace AS n ON n.oid = c.connamespace
+            LEFT JOIN objects ON objects.oid = c.conrelid LEFT JOIN pg_type AS d ON d.oid = c.contypid,
+            LATERAL (SELECT CASE WHEN d.oid IS NULL
+                THEN format('TABLE resource_control.%I', objects.name)
+                ELSE format('DOMAIN resource_control.%I', d.typname) END) AS w (what)
+        WHERE n.nspname = 'resource_control' AND c.contype IN ('c', 'f', 'u', 'x')
+            AND c.conname <> ALL (ARRAY ['token_bases_are_one', 'positive_delays_only',
+                'a_microsecond_to_1000_years', 'empty_rules', 'services_have_names',
+                'slots_count_from_zero', 'requests_expire', 'fences_have_names',
+                'schedules_have_names']::name[])
     UNION ALL SELECT 'fail', format('the view resource_control.%I has the options %s, so it may '
             'not be readable for those that may only read', name, array_to_string(options, ', ')),
         'as the owner', format('ALTER VIEW resource_control.%I RESET (%s);', name,

@@ -258,6 +258,45 @@ fn what_is_not_as_installed_is_named_and_cured() {
             "the rule nothing on resource_control.once",
         ),
         (
+            "TABLE fence ADD CONSTRAINT \"few only\" CHECK (token < 100)",
+            "warn",
+            "the constraint \"few only\" on TABLE resource_control.fence",
+        ),
+        (
+            "TABLE once ADD UNIQUE (fingerprint)",
+            "warn",
+            "on TABLE resource_control.once",
+        ),
+        (
+            "CREATE TABLE own (name text PRIMARY KEY);
+             ALTER TABLE resource_control.schedule ADD FOREIGN KEY (name) REFERENCES own",
+            "warn",
+            "on TABLE resource_control.schedule",
+        ),
+        (
+            "ALTER DOMAIN resource_control.slot_number ADD CONSTRAINT few CHECK (VALUE < 2)",
+            "warn",
+            "the constraint few on DOMAIN resource_control.slot_number",
+        ),
+        (
+            "CREATE OR REPLACE VIEW resource_control.leader AS
+                SELECT 'reports' COLLATE \"C\" AS name, details AS holder, created_at AS since,
+                    expires_at AS until, id AS fencing_token
+                FROM resource_control.slot_in_flight",
+            "fail",
+            "the view resource_control.leader is not that of this release",
+        ),
+        (
+            "CREATE OR REPLACE VIEW resource_control.slot_in_flight AS
+                SELECT r.id, r.service::text AS service, r.slot::smallint AS slot, r.created_at,
+                    r.expires_at::timestamptz AS expires_at,
+                    r.expires_at - clock_timestamp() AS remaining, r.details
+                FROM resource_control.service_request AS r
+                WHERE r.completed_at IS NULL AND r.timed_out_at IS NULL",
+            "fail",
+            "the view resource_control.slot_in_flight is not that of this release",
+        ),
+        (
             "CREATE TRIGGER ignore BEFORE UPDATE ON resource_control.fence FOR EACH ROW EXECUTE
                 FUNCTION ignore()",
             "warn",
@@ -280,6 +319,24 @@ fn what_is_not_as_installed_is_named_and_cured() {
         let (status, lines) = found(of_app, "--strict");
         assert_eq!(status, Some(0), "{spoil}: {lines:#?}");
     }
+}
+
+/// Its migration alone could not take a column away.
+#[test]
+fn a_view_with_other_columns_is_created_again() {
+    repaired(&[
+        (
+            "CREATE OR REPLACE VIEW resource_control.throttle_state AS
+                SELECT t.name, t.key, t.is_resource, t.throttle_interval, t.last_granted,
+                    t.details, t.last_granted AS due_at, true AS is_due, 7 AS seven
+                FROM resource_control.throttle AS t",
+            "the view resource_control.throttle_state is not that of this release",
+        ),
+        (
+            "ALTER VIEW resource_control.slot_in_flight RENAME remaining TO rest",
+            "the view resource_control.slot_in_flight is not that of this release",
+        ),
+    ]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! `interlock ps`, `kill`, `doctor` and `install`.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
@@ -131,29 +131,135 @@ fn kill_ends_the_holder() {
     assert_eq!(looks.locks(true), 1);
 }
 
+/// Says yes to `kill` after something has happened while it asked. Returns its status and its
+/// messages.
+#[track_caller]
+fn killed_after(
+    url: &str,
+    line: &str,
+    shown: &str,
+    meanwhile: impl FnOnce(),
+) -> (Option<i32>, String) {
+    let mut command = interlock(url, line);
+    let mut kill = Running::start(command.stdin(Stdio::piped()).stderr(Stdio::piped()));
+    // The heading, the names of the columns, the holder.
+    let lines = [kill.line(), kill.line(), kill.line()];
+    assert!(lines[2].contains(shown), "{lines:?}");
+    meanwhile();
+    let child = kill.child();
+    child.stdin.take().unwrap().write_all(b"y\n").unwrap();
+    let mut text = String::new();
+    let mut messages = child.stderr.take().unwrap();
+    messages.read_to_string(&mut text).unwrap();
+    (kill.status(), text)
+}
+
 #[test]
 fn kill_looks_again_before_it_ends_a_session() {
     let database = Database::new();
-    let mut first = Session::of(&database);
+    let url = &database.url();
+    let [mut first, mut second] = [(); 2].map(|()| Session::of(&database));
+    let pid = first.pid().to_string();
     first.take("x");
-    let mut command = interlock(&database.url(), "kill x");
-    let mut kill = Running::start(command.stdin(Stdio::piped()));
-    // The heading, the names of the columns, the holder.
-    let shown = [kill.line(), kill.line(), kill.line()];
-    assert!(shown[2].contains(&first.pid().to_string()), "{shown:?}");
-    first.release("x");
-    let mut second = Session::of(&database);
-    second.take("x");
-    kill.child()
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(b"y\n")
-        .unwrap();
-    assert_eq!(kill.status(), Some(1));
-    first.sql("SELECT 1");
+    let (status, text) = killed_after(url, "kill x", &pid, || {
+        first.release("x");
+        first.take("y");
+    });
+    assert_eq!(status, Some(1), "{text}");
+    assert!(text.contains("no longer held the lock x"), "{text}");
+    first.take("x");
+    let (status, text) = killed_after(url, "kill x", &pid, || {
+        first.release("x");
+        second.take("x");
+    });
+    assert_eq!(status, Some(1), "{text}");
+    for session in [&mut first, &mut second] {
+        session.sql("SELECT 1");
+    }
+    // One that has ended by itself was not ended, and its end frees the lock for another.
+    second.release("x");
+    first.take("x");
+    let (status, text) = killed_after(url, "kill x", &pid, || {
+        drop(first);
+        second.take("x");
+    });
+    assert_eq!(status, Some(1), "{text}");
+    assert!(text.contains("no longer held the lock x"), "{text}");
     second.sql("SELECT 1");
-    assert_eq!(second.locks(true), 1);
+}
+
+#[test]
+fn kill_ends_no_session_of_another_database() {
+    let cluster = Cluster::start();
+    let [here, there] = [(); 2].map(|()| cluster.database());
+    let mut other = Session::of(&there);
+    other.take("x");
+    let (status, text) = printed(&mut interlock(&here.url(), "kill x --yes"));
+    assert_eq!(status, Some(1), "{text}");
+    assert!(text.contains("nobody has the lock x"), "{text}");
+    let mut holder = Session::of(&here);
+    holder.take("x");
+    let (status, text) = printed(&mut interlock(&here.url(), "kill x --yes"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(holder.0.batch_execute("SELECT 1").is_err());
+    other.sql("SELECT 1");
+}
+
+#[test]
+fn kill_says_which_rights_it_lacks() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut looks = Session::of(&database);
+    looks.sql("CREATE ROLE app LOGIN; CREATE ROLE modest LOGIN");
+    let mut holder = Session(Endpoint::new(&database.url_with("user", "app")).connect());
+    holder.take("x");
+    let url = &database.url_with("user", "modest");
+    let (status, text) = printed(&mut interlock(url, "kill x --yes"));
+    assert_eq!(status, Some(1), "{text}");
+    let (_, grant) = text.split_once("as a superuser, ").unwrap();
+    looks.sql(&grant.replace("the role of DATABASE_URL", "modest"));
+    let (status, text) = printed(&mut interlock(url, "kill x --yes"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(holder.0.batch_execute("SELECT 1").is_err());
+}
+
+/// A row that has come in the place of the one that was shown.
+#[test]
+fn kill_ends_only_the_request_the_term_and_the_run_that_it_has_shown() {
+    let database = installed();
+    let url = &database.url();
+    let claim = |service: &str| {
+        format!("SELECT resource_control.claim_service_request('{service}', 1, '1 day', 'web-3')")
+    };
+    let complete = "SELECT resource_control.complete_service_request(service, id)
+        FROM resource_control.slot_in_flight WHERE service = ";
+    let begin = "UPDATE resource_control.schedule SET token = token + 1, runner = 'web-4'";
+    let mut session = Session::of(&database);
+    session.sql(&claim("x"));
+    session.sql(&claim("leader x"));
+    session.sql(
+        "INSERT INTO resource_control.schedule (name, tick, token, runner, started_at, expires_at)
+            VALUES ('x', now(), 7, 'web-3', now(), now() + interval '1 day')",
+    );
+    let id = session.number("SELECT id FROM resource_control.slot_in_flight WHERE service = 'x'");
+    for (line, replace) in [
+        (
+            format!("kill x --slot {id}"),
+            format!("{complete} 'x'; {}", claim("x")),
+        ),
+        (
+            "kill x --leader".to_owned(),
+            format!("{complete} 'leader x'; {}", claim("leader x")),
+        ),
+        ("kill x --run".to_owned(), begin.to_owned()),
+    ] {
+        let (status, text) = killed_after(url, &line, "web-3", || session.sql(&replace));
+        assert_eq!(status, Some(1), "{line}: {text}");
+        assert!(text.contains("had already ended"), "{line}: {text}");
+    }
+    let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight";
+    let running = "SELECT count(*) FROM resource_control.schedule_state WHERE state = 'running'";
+    assert_eq!((session.number(in_flight), session.number(running)), (2, 1));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! **The reply of a dropped call is awaited in the background**, for two seconds, before the
 //! connection is returned to the pool. So no pool gives out a connection with a silent server, and
-//! a dropped call does not cost a session.
+//! a dropped call does not cost a session, unless dozens of such calls have left statements there.
 
 #[cfg(feature = "bb8")]
 mod bb8;
@@ -14,12 +14,16 @@ mod r2d2;
 use std::ops::DerefMut;
 use std::time::Instant;
 
+use diesel::result::QueryResult;
+use diesel::sql_types::BigInt;
+
 use crate::error::Result;
 use crate::event::Subject;
 use crate::long_wait::{Awaited, watch};
 use crate::mode::{Mode, PATIENCE};
 use crate::sealed::Sealed;
 use crate::session::{Session, poll_once_quietly};
+use crate::statement::Statement;
 use crate::unfinished::note_closed;
 
 #[cfg(feature = "bb8")]
@@ -230,9 +234,20 @@ impl<P: Pool> Drop for Checkout<P> {
 /// connection on which the server is silent.
 async fn read_reply<P: Pool>(mut checkout: Checkout<P>) {
     let deadline = Some(Instant::now() + PATIENCE);
-    let replied = P::Mode::within(deadline, checkout.conn().batch("")).await;
+    let is_usable = P::Mode::within(deadline, is_usable(checkout.conn())).await;
     // Otherwise the drop discards the connection.
-    if matches!(replied, Some(Ok(()))) {
+    if is_usable == Some(true) {
         checkout.give_back();
     }
+}
+
+/// Whether a session replies after a future was dropped, and is not full of statements that dropped
+/// futures have left. diesel-async forgets a statement if the future that prepares it is dropped,
+/// and prepares it again for the next one, while the server keeps both.
+pub(crate) async fn is_usable<S: Session>(session: &mut S) -> bool {
+    const LEFT: &str = "SELECT pg_catalog.count(*) - pg_catalog.count(DISTINCT p.statement)
+        FROM pg_catalog.pg_prepared_statements AS p";
+    const MOST: i64 = 50;
+    let left: QueryResult<i64> = session.one(&Statement::<BigInt>::new(LEFT, [])).await;
+    left.is_ok_and(|left| left < MOST)
 }

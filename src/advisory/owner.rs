@@ -13,7 +13,7 @@ use super::holder::{Held, Holder, Holds};
 use super::sql;
 use crate::error::{Error, Result};
 use crate::mode::{Mode, PATIENCE};
-use crate::pool::{Checkout, ConnectionOf, Pool};
+use crate::pool::{Checkout, ConnectionOf, Pool, is_usable};
 use crate::session::{Session, poll_once_quietly};
 use crate::unfinished::note_closed;
 
@@ -100,6 +100,12 @@ impl<P: Pool> Holder<Checkout<P>> {
                 self.release().await
             } else {
                 self.undo(holds).await;
+                if self.held().holds == Holds::Nothing {
+                    self.held().holds = Holds::Doomed(None);
+                    if is_usable(self.conn()).await {
+                        self.held().holds = Holds::Nothing;
+                    }
+                }
                 Ok(())
             }
         };

@@ -318,6 +318,43 @@ fn dropped_releases_do_not_add_to_what_is_prepared() {
     }
 }
 
+/// Each prepares its statement anew, and the server keeps it, up to a bound.
+#[test]
+fn futures_that_are_always_dropped_in_their_first_prepare_fill_no_session() {
+    const DROPS: usize = 130;
+    const FEW: &str =
+        "DO $$ BEGIN ASSERT (SELECT count(*) FROM pg_prepared_statements) < 80; END $$";
+    let database = installed();
+    let fill = async |pool: &PgPool, kind: usize, key: usize| {
+        let lock = LOCK.key(key);
+        let both = AdvisoryLock::all([&lock, &LOCK.key(key + 1_000_000).shared()]);
+        match kind {
+            0 => drop(lock.try_acquire(pool).await?),
+            1 => drop(both.try_acquire(pool).await?),
+            2 => drop(SLOT.key(key).try_acquire(pool).await?),
+            3 => drop(THROTTLE.key(key).attempt(pool).await?),
+            4 => drop(LIMIT.key(key).check(pool).await?),
+            5 => drop(RateLimit::check_all(&[&LIMIT.key(key)], pool).await?),
+            6 => drop(LIMIT.key(key).peek(pool).await?),
+            _ => drop(ONCE.key(key).begin(pool).await?),
+        }
+        Ok::<_, Error>(())
+    };
+    for kind in 0..8 {
+        for polls in 2..5 {
+            // In a runtime of one thread, the same number of polls ends in the same place.
+            crate::half::block_on_one_thread(async {
+                let pool = crate::pool::make(&database.url(), 1, Duration::from_secs(20));
+                for key in 0..DROPS {
+                    polled(polls, fill(&pool, kind, key)).await;
+                }
+                let mut conn = pool.check_out(None).await.unwrap();
+                execute(&mut conn, FEW).await.unwrap();
+            });
+        }
+    }
+}
+
 #[test]
 fn scopes_and_transactions_on_a_lent_connection() {
     let database = Database::new();

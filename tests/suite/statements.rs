@@ -25,7 +25,8 @@ A test compares this page with what passes between the crate and the server, ove
 messages that are not prepared, `n` stands for a number, such as a lock's number or a session's pid. Each statement is prepared once per
 connection, unless the page says otherwise. Every name is qualified, and every operator has operands of exactly its types, so nothing is
 looked up by the `search_path`. Not listed: what Diesel and the pools send themselves (`SET TIME ZONE 'UTC'`, `SET CLIENT_ENCODING`,
-`SELECT 1`).
+`SELECT 1`); and after a future was dropped, in the background, the statement that gives back what it took, and a count of
+`pg_prepared_statements`.
 
 Functions of the schema `resource_control` are in
 [`up.sql`](../migrations/2000-01-01-000001_resource_control/up.sql).

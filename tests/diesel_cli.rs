@@ -194,10 +194,10 @@ fn no_timeout_of_a_role_ends_a_run_that_waits_for_another_instance() {
     let application = Application::new("timeouts");
     let all = application.add_ours();
     let name = application.database.name();
-    let look = &mut application.database.connect();
+    let admin = &mut application.database.connect();
     for timeout in ["statement_timeout", "lock_timeout"] {
         let alter = format!("ALTER DATABASE {name} SET {timeout} = '500ms'");
-        diesel::sql_query(alter).execute(look).unwrap();
+        diesel::sql_query(alter).execute(admin).unwrap();
     }
     let mut holder = PgConnection::establish(
         &application
@@ -214,7 +214,7 @@ fn no_timeout_of_a_role_ends_a_run_that_waits_for_another_instance() {
              AND query_start < clock_timestamp() - interval '1500 ms')",
         );
         while !diesel::select(has_waited.clone())
-            .get_result::<bool>(look)
+            .get_result::<bool>(admin)
             .unwrap()
         {
             assert!(!runs.is_finished());

@@ -68,9 +68,9 @@ fn one_leads_at_a_time_also_in_spawned_tasks() {
     }
     let terms = terms.lock().unwrap();
     assert!(terms.windows(2).all(|two| two[0] < two[1]), "{terms:?}");
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let leads = "(SELECT count(*) FROM resource_control.leader)";
-    eventually("nobody leads", || number(look, leads) == 0);
+    eventually("nobody leads", || number(admin, leads) == 0);
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn the_work_of_a_leader_that_is_deposed_is_dropped_and_it_stands_again() {
 fn the_work_is_dropped_before_another_leads() {
     let database = installed();
     let pool = pool(&database, 2);
-    let (look, open) = (&mut database.connect(), &mut database.connect());
+    let (admin, open) = (&mut database.connect(), &mut database.connect());
     // Half a second before another one could lead. A machine that is slow at that moment proves
     // nothing.
     let is_proved = (0..20).any(|round| {
@@ -144,7 +144,7 @@ fn the_work_is_dropped_before_another_leads() {
         });
         let is_held = "(SELECT max(expires_at) > clock_timestamp() + interval '200 ms'
             FROM resource_control.service_request)";
-        let is_early = truth(look, is_held);
+        let is_early = truth(admin, is_held);
         leads.abort();
         run(open, "COMMIT");
         is_early

@@ -33,7 +33,7 @@ fn due(schedule: &Schedule, pool: &PgPool) {
 fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     due(&REPORT, &pool);
     assert!(block_on(make_tick_due(&REPORT, &pool, 4 * HOUR)).unwrap());
     let attempts = AtomicU64::new(0);
@@ -73,7 +73,7 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     }
     assert_eq!(attempts.into_inner(), 1);
     assert!(truth(
-        look,
+        admin,
         "(SELECT attempt = 1 AND ended_at IS NOT NULL AND expires_at IS NULL FROM resource_control.schedule)"
     ));
 }
@@ -83,7 +83,7 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
 fn a_run_that_has_ended_is_never_given_back() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for polls in 0..12 {
         let schedule = REPORT.key(polls);
         due(&schedule, &pool);
@@ -94,7 +94,7 @@ fn a_run_that_has_ended_is_never_given_back() {
         };
         block_on(polled(polls, schedule.run_due(&pool, hourly, work)));
         let is_settled = "(SELECT bool_and(expires_at IS NULL OR expires_at <= clock_timestamp()) FROM resource_control.schedule)";
-        eventually("nothing runs", || truth(look, is_settled));
+        eventually("nothing runs", || truth(admin, is_settled));
         while matches!(
             block_on(schedule.run_due(&pool, hourly, work)),
             Ok(RunDue::Ran)
@@ -102,7 +102,7 @@ fn a_run_that_has_ended_is_never_given_back() {
         eventually("the tick has ended", || {
             drop(block_on(schedule.run_due(&pool, hourly, work)));
             number(
-                look,
+                admin,
                 "(SELECT count(*) FROM resource_control.schedule WHERE ended_at IS NULL OR expires_at IS NOT NULL)",
             ) == 0
         });
@@ -123,11 +123,11 @@ fn a_run_in_a_task_that_panics_counts_as_a_crash() {
         })
     };
     assert!(block_on(task).unwrap_err().is_panic());
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let crashed =
         "(SELECT state = 'crashed' AND error IS NOT NULL FROM resource_control.schedule_state)";
-    eventually("it is stored", || truth(look, crashed));
-    run(look, EXPIRE);
+    eventually("it is stored", || truth(admin, crashed));
+    run(admin, EXPIRE);
     let again = REPORT.run_due(&pool, hourly, |tick| async move {
         assert_eq!(tick.attempt(), 2);
         Ok::<_, Error>(())
@@ -146,11 +146,11 @@ fn the_work_is_dropped_when_its_lease_is_lost() {
     // Its renewals come every four seconds.
     let schedule = REPORT.clone().after_crash(Duration::from_secs(12), 3);
     due(&schedule, &pool);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let ran = block_on(schedule.run_due(&pool, hourly, |tick| {
         assert!(!tick.is_lost());
         run(
-            look,
+            admin,
             "UPDATE resource_control.schedule SET expires_at = clock_timestamp()",
         );
         std::future::pending::<Result<()>>()
@@ -199,11 +199,11 @@ fn is_soon(conn: &mut diesel::PgConnection, schedule: &str, state: &str) {
 fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
     let database = installed();
     let pool = pool(&database, 4);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     // Which of them is polled first, and dropped first, makes no difference.
     for is_first in [true, false] {
         let [panicking, other] = ["panicking", "other"].map(|name| REPORT.key(name));
-        run(look, "DELETE FROM resource_control.schedule");
+        run(admin, "DELETE FROM resource_control.schedule");
         due(&panicking, &pool);
         due(&other, &pool);
         let task = {
@@ -226,9 +226,9 @@ fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
             })
         };
         assert!(block_on(task).unwrap_err().is_panic());
-        is_soon(look, "report panicking", "crashed");
-        is_soon(look, "report other", "given back");
-        run(look, EXPIRE);
+        is_soon(admin, "report panicking", "crashed");
+        is_soon(admin, "report other", "given back");
+        run(admin, EXPIRE);
         for (schedule, expected) in [("panicking", 2), ("other", 1)] {
             let schedule = REPORT.key(schedule);
             let again = schedule.run_due(&pool, hourly, |tick| async move {
@@ -244,7 +244,7 @@ fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
 fn a_run_that_unwinding_drops_is_given_back() {
     let database = installed();
     let pool = pool(&database, 4);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     due(&REPORT, &pool);
     let task = {
         let pool = pool.clone();
@@ -273,9 +273,9 @@ fn a_run_that_unwinding_drops_is_given_back() {
         })
     };
     assert!(block_on(task).unwrap_err().is_panic());
-    is_soon(look, "report", "given back");
+    is_soon(admin, "report", "given back");
     assert!(truth(
-        look,
+        admin,
         "(SELECT attempt = 0 AND error IS NULL FROM resource_control.schedule)"
     ));
 }
@@ -329,7 +329,7 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
 fn the_work_of_a_run_that_is_too_long_is_dropped_and_its_tick_is_free_at_once() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let limit = Duration::from_secs(4);
     let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
     due(&schedule, &pool);
@@ -338,7 +338,7 @@ fn the_work_of_a_run_that_is_too_long_is_dropped_and_its_tick_is_free_at_once() 
         let ran = block_on(schedule.run_due(&pool, hourly, hangs));
         matches!(ran, Err(Error::PermitLost(_)))
             && truth(
-                look,
+                admin,
                 "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' AND expires_at <= clock_timestamp() FROM resource_control.schedule_state)",
             )
     });

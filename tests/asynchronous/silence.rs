@@ -138,7 +138,7 @@ fn a_dropped_call_whose_session_hangs_gives_its_place_in_the_pool_back() {
         wait(guard.release()).unwrap();
         pid
     };
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let stopped = Stopped::new(pid);
     block_on(async {
         let claim = slot.try_acquire(&pool);
@@ -151,14 +151,14 @@ fn a_dropped_call_whose_session_hangs_gives_its_place_in_the_pool_back() {
     eventually("the hanging session has ended", || {
         !Observer::of(&database).is_alive(pid)
     });
-    eventually("nothing is in flight", || number(look, IN_FLIGHT) == 0);
+    eventually("nothing is in flight", || number(admin, IN_FLIGHT) == 0);
 }
 
 #[test]
 fn a_release_in_another_runtime_than_the_claim_returns() {
     let database = installed();
     let slot = Semaphore::named("elsewhere", 1, HOUR);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for is_kept in [false, true] {
         let slot = if is_kept {
             slot.clone().keep_alive()
@@ -177,7 +177,7 @@ fn a_release_in_another_runtime_than_the_claim_returns() {
             let release = timeout(SOON, permit.release());
             release.await.expect("it returns").unwrap();
         });
-        eventually("it is released", || number(look, IN_FLIGHT) == 0);
+        eventually("it is released", || number(admin, IN_FLIGHT) == 0);
     }
 }
 

@@ -142,11 +142,11 @@ fn a_leader_that_is_deposed_notices_and_stands_again() {
 fn after_a_crash_another_one_leads() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     // Nobody renews it.
     let seat =
         "(SELECT id FROM resource_control.claim_service_request('leader dispatcher', 1, '600 ms'))";
-    let crashed = number(look, seat);
+    let crashed = number(admin, seat);
     let stop = Stop::new();
     DISPATCHER
         .lead(&pool, &stop, |term| {
@@ -157,7 +157,7 @@ fn after_a_crash_another_one_leads() {
     let timed_out = format!(
         "(SELECT count(timed_out_at) FROM resource_control.service_request WHERE id = {crashed})"
     );
-    assert_eq!(number(look, &timed_out), 1);
+    assert_eq!(number(admin, &timed_out), 1);
 }
 
 #[test]
@@ -190,8 +190,8 @@ fn a_leader_whose_work_panics_resigns() {
     assert!(panicked.is_err());
     let leads =
         "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NULL)";
-    let look = &mut database.connect();
-    eventually("nobody leads", || text(look, leads) == "0");
+    let admin = &mut database.connect();
+    eventually("nobody leads", || text(admin, leads) == "0");
 }
 
 #[test]
@@ -308,8 +308,8 @@ fn a_stop_ends_a_campaign_and_a_term_though_the_pool_is_empty() {
         // It resigns as soon as there is a connection.
         let leads =
             "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NULL)";
-        let look = &mut database.connect();
-        eventually("nobody leads", || number(look, leads) == 0);
+        let admin = &mut database.connect();
+        eventually("nobody leads", || number(admin, leads) == 0);
     }
 }
 

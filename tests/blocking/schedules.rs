@@ -87,9 +87,9 @@ fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
         let schedule = REPORT.key(index).catch_up(catch_up);
         due(&schedule, &pool, 5);
         let (now, mut ran, mut last) = (last_tick(), Vec::new(), 0);
-        let mut look = RunDue::Ran;
-        while look == RunDue::Ran {
-            look = schedule
+        let mut admin = RunDue::Ran;
+        while admin == RunDue::Ran {
+            admin = schedule
                 .run_due(&pool, hourly, |tick| {
                     assert!(tick.attempt() == 1 && tick.fencing_token() > last);
                     last = tick.fencing_token();
@@ -99,7 +99,7 @@ fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
                 .unwrap();
         }
         assert_eq!(ran, expected, "{catch_up:?}");
-        assert_matches!(look, RunDue::Later(_));
+        assert_matches!(admin, RunDue::Later(_));
     }
 }
 
@@ -107,7 +107,7 @@ fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
 fn an_error_is_stored_and_not_tried_again() {
     let database = installed();
     let pool = pool(&database, 4);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     due(&REPORT, &pool, 1);
     let failed = REPORT
         .clone()
@@ -119,14 +119,14 @@ fn an_error_is_stored_and_not_tried_again() {
         Ok(RunDue::Later(_))
     );
     let row = "(SELECT concat_ws(' | ', runner, attempt, error, ended_at >= started_at, expires_at) FROM resource_control.schedule)";
-    assert_eq!(text(look, row), "web-3 | 1 | no  luck | t");
+    assert_eq!(text(admin, row), "web-3 | 1 | no  luck | t");
     make_tick_due(&REPORT, &pool, HOUR).unwrap();
     assert_eq!(
         REPORT.run_due(&pool, hourly, ran_well).unwrap(),
         RunDue::Ran
     );
     assert!(truth(
-        look,
+        admin,
         "(SELECT error IS NULL AND runner LIKE '%pid %' FROM resource_control.schedule)"
     ));
 }
@@ -191,10 +191,10 @@ fn a_tick_that_runs_again_still_tells_how_many_were_missed() {
 fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
     let database = installed();
     let pool = pool(&database, 4);
-    let (look, end) = (&mut database.connect(), Mutex::new(database.connect()));
+    let (admin, end) = (&mut database.connect(), Mutex::new(database.connect()));
     due(&REPORT, &pool, 1);
     let ran = REPORT.run_due(&pool, hourly, |_| {
-        run(look, EXPIRE);
+        run(admin, EXPIRE);
         // Between the look of the second and its claim, the first ends.
         let next = |after| {
             run(
@@ -218,9 +218,9 @@ fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
     // On a slow machine some of its runs may be lost, too.
     let schedule = REPORT.clone().after_crash(Duration::from_millis(300), 1000);
     due(&schedule, &pool, 1);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     run(
-        look,
+        admin,
         "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.4); RETURN NEW; END $$;
         CREATE TRIGGER slow BEFORE UPDATE ON resource_control.schedule FOR EACH ROW
             WHEN (NEW.token = 1 AND OLD.token = 0) EXECUTE FUNCTION slow()",
@@ -241,12 +241,12 @@ fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
 fn a_run_that_has_lost_its_lease_notices_and_changes_nothing_of_the_next() {
     let database = installed();
     let pool = pool(&database, 4);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     due(&REPORT, &pool, 1);
     // Its renewals come every four seconds.
     let first = REPORT.clone().after_crash(Duration::from_secs(12), 3);
     let outcome = first.run_due(&pool, hourly, |tick| {
-        run(look, EXPIRE);
+        run(admin, EXPIRE);
         let again = REPORT.run_due(&pool, hourly, |again| {
             assert_eq!((again.at(), again.attempt()), (tick.at(), 2));
             assert!(again.fencing_token() > tick.fencing_token());
@@ -258,7 +258,7 @@ fn a_run_that_has_lost_its_lease_notices_and_changes_nothing_of_the_next() {
     });
     assert_matches!(outcome, Err(Error::PermitLost(_)));
     assert_eq!(
-        text(look, "(SELECT error FROM resource_control.schedule)"),
+        text(admin, "(SELECT error FROM resource_control.schedule)"),
         "of the second"
     );
 }
@@ -292,25 +292,25 @@ fn a_long_run_keeps_its_tick_for_itself() {
 fn a_run_that_ignores_its_longest_time_holds_the_tick_until_the_lease_expires() {
     let database = installed();
     let pool = pool(&database, 4);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let limit = Duration::from_secs(4);
     let schedule = REPORT.clone().after_crash(limit, 3).longest(limit);
     let stored = "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' FROM resource_control.schedule_state)";
     // On a slow machine the run may be lost before it is too long.
     once_at_least("it is stored why", || {
-        run(look, "DELETE FROM resource_control.schedule");
+        run(admin, "DELETE FROM resource_control.schedule");
         due(&schedule, &pool, 1);
         let (began, mut is_stored) = (Instant::now(), false);
         let ran = schedule.run_due(&pool, hourly, |_| {
             while !is_stored && began.elapsed() < 3 * limit {
-                is_stored = truth(look, stored);
+                is_stored = truth(admin, stored);
             }
             Ok::<_, Error>(())
         });
         if is_stored {
             assert_matches!(ran, Ok(RunDue::Ran));
             assert!(truth(
-                look,
+                admin,
                 "(SELECT state = 'done' AND error IS NULL FROM resource_control.schedule_state)"
             ));
         }
@@ -493,20 +493,20 @@ fn a_run_that_has_noticed_its_loss_stores_no_end_and_its_tick_runs_again() {
     ];
     let database = installed();
     let pool = pool(&database, 4);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for (index, told) in told.into_iter().enumerate() {
         for outcome in [Ok(()), Err("stopped")] {
             let schedule = REPORT.key(index).key(outcome.is_ok());
-            run(look, "DELETE FROM resource_control.schedule");
+            run(admin, "DELETE FROM resource_control.schedule");
             due(&schedule, &pool, 1);
             let lost = run_briefly(&schedule, &pool, |tick| {
-                run(look, EXPIRE);
+                run(admin, EXPIRE);
                 told(tick);
                 outcome
             });
             assert_matches!(lost, Err(Error::PermitLost(_)));
             let has_no_end = "(SELECT ended_at IS NULL AND error IS NULL AND expires_at <= clock_timestamp() FROM resource_control.schedule)";
-            assert!(truth(look, has_no_end));
+            assert!(truth(admin, has_no_end));
             let again = schedule.run_due(&pool, hourly, |tick| {
                 assert_eq!(tick.attempt(), 2);
                 Ok::<_, Error>(())

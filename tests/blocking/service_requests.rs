@@ -450,14 +450,14 @@ fn clients_that_follow_the_article_share_the_slots() {
             });
         }
     });
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let shared = "(SELECT count(*) FROM (
         SELECT created_at < lag(LEAST(completed_at, timed_out_at, expires_at)) OVER slot AS is_shared
             FROM resource_control.service_request WINDOW slot AS (PARTITION BY slot ORDER BY created_at)) AS r WHERE is_shared)";
-    assert_eq!(number(look, shared), 0);
+    assert_eq!(number(admin, shared), 0);
     assert!(
         number(
-            look,
+            admin,
             "(SELECT max(slot) FROM resource_control.service_request)"
         ) <= 3
     );
@@ -465,7 +465,7 @@ fn clients_that_follow_the_article_share_the_slots() {
         let claims = format!(
             "(SELECT count(*) FROM resource_control.service_request WHERE details = '{whose}')"
         );
-        assert!(number(look, &claims) >= 100, "{whose:?}");
+        assert!(number(admin, &claims) >= 100, "{whose:?}");
     }
 }
 

@@ -27,12 +27,14 @@ fn late_releases_of_a_silent_database_do_not_hold_up_those_of_another() {
     drop(lent);
     let lent = pools[1].get().unwrap();
     drop(second);
-    let look = &mut healthy.connect();
-    assert_eq!(number(look, IN_FLIGHT), 1);
+    let admin = &mut healthy.connect();
+    assert_eq!(number(admin, IN_FLIGHT), 1);
     drop(lent);
-    eventually("it is released", || number(look, IN_FLIGHT) == 0);
+    eventually("it is released", || number(admin, IN_FLIGHT) == 0);
     assert_eq!(number(&mut silent.connect(), IN_FLIGHT), 1);
     proxy.restore();
-    let look = &mut silent.connect();
-    eventually("that one is released, too", || number(look, IN_FLIGHT) == 0);
+    let admin = &mut silent.connect();
+    eventually("that one is released, too", || {
+        number(admin, IN_FLIGHT) == 0
+    });
 }

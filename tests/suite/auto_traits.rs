@@ -15,7 +15,7 @@ fn is_shared<T: Send + Sync + 'static>() {}
 fn is_sent<T: Send + 'static>() {}
 
 #[test]
-fn handles_and_what_holds_no_connection_are_shared_between_threads() {
+fn types_without_a_connection_can_be_shared_between_threads() {
     is_shared::<AdvisoryLock>();
     is_shared::<Fence>();
     is_shared::<Leader>();
@@ -36,14 +36,14 @@ fn handles_and_what_holds_no_connection_are_shared_between_threads() {
 }
 
 #[test]
-fn guards_are_sent_to_other_threads() {
+fn guards_can_be_sent_to_other_threads() {
     is_sent::<AdvisoryLockGuard>();
     is_sent::<Attempt<AdvisoryLockGuard>>();
     is_sent::<Admission<Permit>>();
 }
 
 #[test]
-fn outcomes_are_compared_and_cloned() {
+fn outcomes_can_be_compared_and_cloned() {
     fn is_value<T: std::fmt::Debug + Clone + PartialEq + Eq>() {}
     is_value::<Attempt<()>>();
     is_value::<Admission<()>>();

@@ -1,4 +1,5 @@
-//! What a handler has begun on a connection of its own is done once, and nothing of it stays where it was not finished.
+//! `Once::begin`: work that is finished has its effect once, and work that is not finished has
+//! none.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
@@ -20,13 +21,14 @@ static CHARGE: Once = Once::named("charge");
 const EFFECT: &str = "INSERT INTO effect DEFAULT VALUES";
 const EFFECTS: &str = "(SELECT count(*) FROM effect)";
 const DONE: &str = "(SELECT count(*) FROM resource_control.once)";
-/// How many sessions others have, and which.
+/// The number of other sessions of the database, and the sum of their pids, which changes if one of
+/// them is replaced.
 const COUNT: &str = "(SELECT count(*) FROM pg_stat_activity
     WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend')";
 const SESSIONS: &str = "(SELECT coalesce(sum(pid), 0) FROM pg_stat_activity
     WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend')";
 
-/// A database with the schema, and a table for what the work does.
+/// A database with the schema, and a table for the effects of the work.
 fn database() -> Database {
     let database = installed();
     run(&mut database.connect(), "CREATE TABLE effect (id serial)");
@@ -41,7 +43,7 @@ fn begin(once: &Once, pool: &PgPool) -> Doing {
     }
 }
 
-/// Begins, and does the work.
+/// Begins the work and has its effect.
 #[track_caller]
 fn worked(once: &Once, pool: &PgPool) -> Doing {
     let mut doing = begin(once, pool);
@@ -61,8 +63,9 @@ fn counts(conn: &mut PgConnection) -> (i64, i64) {
     (number(conn, EFFECTS), number(conn, DONE))
 }
 
-/// Runs `leave` on what was begun. Afterwards nothing was done, the next one does the work, and all on the same session, unless the
-/// server takes longer than the two seconds after which a connection is closed.
+/// Begins the work, and ends it by `leave`. Asserts that the work had no effect, and that the next
+/// caller does the work on the same session. A reply that takes longer than two seconds costs the
+/// session, so a slower round proves nothing.
 #[track_caller]
 fn assert_undone(leave: impl Fn(Doing)) {
     let is_same = in_a_quick_round(Duration::from_secs(2), || {
@@ -72,7 +75,7 @@ fn assert_undone(leave: impl Fn(Doing)) {
         eventually("only the pool is connected", || number(conn, COUNT) == 1);
         let sessions = number(conn, SESSIONS);
         leave(worked(&CHARGE, &pool));
-        // The pool has one connection, so this one waits until it is back.
+        // The pool has one connection, so this call waits until the connection is back.
         let doing = worked(&CHARGE, &pool);
         assert_eq!(counts(conn), (0, 0));
         wait(doing.finish("anew")).unwrap();
@@ -86,7 +89,7 @@ fn assert_undone(leave: impl Fn(Doing)) {
 }
 
 #[test]
-fn what_is_begun_and_finished_is_sent() {
+fn begun_work_can_be_finished_on_another_thread() {
     fn is_sent<T: Send + 'static>(_: &T) {}
     let database = database();
     let pool = pool(&database, 1);
@@ -101,7 +104,7 @@ fn what_is_begun_and_finished_is_sent() {
 }
 
 #[test]
-fn the_first_one_finishes_and_all_others_get_its_bytes() {
+fn the_first_caller_finishes_and_later_callers_get_its_bytes() {
     for level in ["read committed", "repeatable read", "serializable"] {
         let database = database();
         let conn = &mut database.connect();
@@ -129,20 +132,19 @@ fn the_first_one_finishes_and_all_others_get_its_bytes() {
     }
 }
 
-/// And its connection is back in a pool of one, with the session that it had.
 #[test]
-fn what_is_dropped_is_rolled_back_and_its_session_stays() {
+fn dropped_work_is_rolled_back_and_its_session_stays() {
     assert_undone(drop);
 }
 
 #[test]
-fn what_is_rolled_back_is_free_when_that_returns() {
+fn after_roll_back_has_returned_the_key_is_free() {
     let database = database();
     let pool = pool(&database, 2);
     let conn = &mut database.connect();
     for _ in 0..20 {
         wait(worked(&CHARGE, &pool).roll_back());
-        // Another connection may ask.
+        // This call may be served by the other connection of the pool.
         wait(worked(&CHARGE, &pool).roll_back());
         assert_eq!(counts(conn), (0, 0));
     }
@@ -151,7 +153,7 @@ fn what_is_rolled_back_is_free_when_that_returns() {
 
 #[test]
 fn work_that_failed_or_left_transactions_open_is_rolled_back_and_its_session_stays() {
-    let lefts: [fn(&mut Conn); 2] = [
+    let ways_to_fail: [fn(&mut Conn); 2] = [
         |conn| assert!(wait(execute(conn, "SELECT 1/0")).is_err()),
         |conn| {
             wait(begin_inside(conn)).unwrap();
@@ -159,14 +161,13 @@ fn work_that_failed_or_left_transactions_open_is_rolled_back_and_its_session_sta
             wait(begin_inside(conn)).unwrap();
         },
     ];
-    for left in lefts {
-        assert_undone(|mut doing| left(doing.conn()));
+    for fail in ways_to_fail {
+        assert_undone(|mut doing| fail(doing.conn()));
     }
 }
 
-/// Work that cannot be finished is an error, and leaves nothing.
 #[test]
-fn work_that_cannot_be_committed_is_not_done() {
+fn work_that_cannot_be_committed_is_an_error_and_has_no_effect() {
     for ending in ["SELECT 1/0", "ROLLBACK", "ROLLBACK; BEGIN"] {
         let database = database();
         let pool = pool(&database, 1);
@@ -203,7 +204,7 @@ fn a_panic_rolls_back() {
     assert_pool_whole(&pool, &database);
 }
 
-/// All sessions of a pool may have ended since they were used. Nothing was done yet, so another one is asked.
+/// Nothing was sent over the ended sessions, so the begin may be sent again over a new one.
 #[test]
 fn sessions_that_have_ended_are_replaced() {
     let database = database();
@@ -211,7 +212,7 @@ fn sessions_that_have_ended_are_replaced() {
     wait(on_all(&pool, "SELECT 1")).unwrap();
     let mut observer = Observer::of(&database);
     observer.kill_all();
-    eventually("they have ended", || observer.sessions() == 0);
+    eventually("the sessions have ended", || observer.sessions() == 0);
     wait(worked(&CHARGE, &pool).finish("done")).unwrap();
     assert_before(&CHARGE, &pool, "done");
 }
@@ -251,9 +252,10 @@ fn bad_input_a_missing_schema_and_a_standby_are_errors() {
     assert_matches!(wait(CHARGE.begin(&pool)), Err(Error::Standby));
 }
 
-/// Half of those who begin roll back, in one of two ways, and the twins come again until they get bytes.
+/// Twenty threads begin each of sixty keys, and repeat until the key has an outcome. Half of the
+/// work that is begun is rolled back, by a drop or by `roll_back`.
 #[test]
-fn of_1200_twins_one_per_key_has_an_effect() {
+fn of_twenty_callers_of_each_key_one_has_an_effect() {
     const KEYS: usize = 60;
     const TWINS: usize = 20;
     let database = database();

@@ -1,4 +1,4 @@
-//! A copy of a database knows that it is one, and its tokens continue above those of the original.
+//! A copy of a database is recognized, and its fencing tokens continue above those of the original.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,12 +19,12 @@ static SLOT: Semaphore = Semaphore::named("copies", 1, Duration::from_secs(60));
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// As after a copy whose sequences begin at 1 again.
+/// Makes the database look like a copy whose sequences begin at 1 again.
 const COPY: &str = "UPDATE resource_control.token_base SET identity = '', base = 0;
     SELECT setval('resource_control.fencing_token', 1, false),
         setval('resource_control.service_request_id_seq', 1, false);";
 
-/// The first numbers of all ranges for a hundred years are below.
+/// A token above the first numbers of all ranges of the next hundred years.
 const FAR: i64 = 100_000 << 40;
 
 fn token_of_lock(pool: &PgPool) -> i64 {
@@ -41,7 +41,7 @@ fn token_of_permit(pool: &PgPool) -> i64 {
     token
 }
 
-/// Installs, and returns the smaller of the next tokens.
+/// Installs, and returns the smaller one of the next tokens of a lock and a permit.
 fn next_token(pool: &PgPool) -> i64 {
     wait(migrations::install(pool)).unwrap();
     wait(migrations::check(pool)).unwrap();
@@ -55,9 +55,10 @@ fn base(conn: &mut PgConnection) -> String {
     )
 }
 
-/// What shows how far the original was, and what does not, in a copy without its sequences.
+/// The copy has other sequences than the original, so only rows show which tokens the original has
+/// drawn. Each of the rows below shows a large token; some others must not be taken for tokens.
 #[test]
-fn tokens_of_a_copy_are_larger_than_all_that_its_rows_show() {
+fn tokens_of_a_copy_are_larger_than_all_tokens_in_its_rows() {
     let far = FAR + 7;
     for shown in [
         format!(
@@ -76,7 +77,7 @@ fn tokens_of_a_copy_are_larger_than_all_that_its_rows_show() {
             "UPDATE resource_control.token_base SET base = 1::bigint << 22;
              INSERT INTO resource_control.fence VALUES ('f', {far})"
         ),
-        // Only tables were copied, and that of the base was not among them.
+        // Only some tables were copied, and `token_base` was not among them.
         format!(
             "DELETE FROM resource_control.token_base; INSERT INTO resource_control.fence VALUES ('f', {far})"
         ),
@@ -108,7 +109,7 @@ fn tokens_of_a_copy_are_larger_than_all_that_its_rows_show() {
 }
 
 #[test]
-fn a_database_without_tokens_begins_at_the_first() {
+fn a_database_without_tokens_begins_at_the_first_range() {
     let database = Database::new();
     assert_eq!(next_token(&pool(&database, 1)), 1);
     let conn = &mut database.connect();
@@ -118,12 +119,12 @@ fn a_database_without_tokens_begins_at_the_first() {
     );
 }
 
-/// Of a dump, for example.
+/// For example, of a dump that is restored twice.
 #[test]
 fn a_later_copy_of_the_same_original_continues_above_an_earlier_one() {
     let database = installed();
     let (pool, conn) = (pool(&database, 1), &mut database.connect());
-    // Meanwhile the original was promoted so often.
+    // As after thirty promotions of the original.
     let mut largest = 30 << 40;
     for _ in 0..3 {
         run(
@@ -151,7 +152,7 @@ fn a_copy_within_the_server_is_noticed() {
     });
     let copied = make_pool(&database.url().replace(original, &copy), 1, PATIENCE);
     let is_known = wait(migrations::check(&copied));
-    // Nothing is told of the original.
+    // The original is not taken for a copy.
     wait(migrations::check(&pool(&database, 1))).unwrap();
     let after = next_token(&copied);
     drop(copied);
@@ -185,7 +186,7 @@ fn a_restore_into_the_same_database_is_noticed() {
 }
 
 #[test]
-fn what_rewrites_the_table_makes_no_copy() {
+fn rewriting_the_table_of_the_base_makes_no_copy() {
     let database = installed();
     let (pool, conn) = (pool(&database, 1), &mut database.connect());
     let before = base(conn);
@@ -243,7 +244,7 @@ fn twenty_instances_set_the_base_of_a_copy_once() {
     for level in ["read committed", "repeatable read", "serializable"] {
         let database = installed();
         let conn = &mut database.connect();
-        // The base as rows that were replicated without it show it.
+        // As after a replication without `token_base`: the rows show a large token.
         run(
             conn,
             &format!(
@@ -251,7 +252,7 @@ fn twenty_instances_set_the_base_of_a_copy_once() {
                  INSERT INTO resource_control.fence VALUES ('f', {FAR})"
             ),
         );
-        // Their waits for each other are not those of the application.
+        // A `lock_timeout` must not end the waits of the instances for each other.
         let level = level.replace(' ', "\\ ");
         let options = format!("-c lock_timeout=1ms -c default_transaction_isolation={level}");
         let url = database.url_with("options", &options);
@@ -274,7 +275,7 @@ fn twenty_instances_set_the_base_of_a_copy_once() {
 }
 
 #[test]
-fn a_server_that_does_not_say_who_it_is_makes_no_copy() {
+fn a_server_that_hides_its_identity_makes_no_copy() {
     let database = installed();
     let role = Role::new(&database);
     if !role.grant() {
@@ -312,7 +313,7 @@ fn tokens_restart_in_any_case_and_holders_keep_what_they_hold() {
     const UNTIL: &str =
         "(SELECT COALESCE(expires_at::text, 'ended') FROM resource_control.schedule)";
     let runs = "(SELECT count(*) FROM resource_control.schedule_state WHERE state = 'running')";
-    // Nothing is asserted inside, where the run would go on for ever after a failure.
+    // No assertion inside: after a panic there, the run would never end.
     let (restarts, drawn, is_running) = while_it_runs(&schedule, &pool, &every, &work, || {
         eventually("a tick runs", || number(conn, runs) == 1);
         let (restarts, drawn) = std::thread::scope(|scope| {
@@ -340,7 +341,7 @@ fn tokens_restart_in_any_case_and_holders_keep_what_they_hold() {
             text(conn, UNTIL) != renewed
         });
         let is_running = number(conn, runs) == 1;
-        // That ends it.
+        // The run loses its lease, which ends the run.
         run(conn, "UPDATE resource_control.schedule SET claim = 0");
         (restarts, drawn, is_running)
     });

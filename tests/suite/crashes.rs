@@ -1,4 +1,4 @@
-//! A process that dies frees its locks, also while a statement of it runs.
+//! The locks of a process that dies are freed, even while one of its statements runs.
 
 use std::env;
 use std::time::Duration;
@@ -14,10 +14,11 @@ static LOCK: AdvisoryLock = AdvisoryLock::named("crashes");
 static ONCE: Once = Once::named("crashes");
 
 const URL: &str = "INTERLOCK_TEST_CRASH";
-/// Much longer than a test waits for anything.
+/// A statement that runs much longer than a test waits.
 const WORK: &str = "SELECT pg_sleep(600)";
 
-/// Runs the same test in another process, where it takes so many locks and works under them, and kills that process meanwhile.
+/// Runs the same test in a child process, where it takes the given number of locks and runs a
+/// statement, and kills that process during the statement.
 fn crash(test: &str, locks: i64, take_and_work: impl FnOnce(&PgPool)) {
     if let Ok(url) = env::var(URL) {
         return take_and_work(&make_pool(&url, 1, Duration::from_secs(20)));
@@ -25,11 +26,13 @@ fn crash(test: &str, locks: i64, take_and_work: impl FnOnce(&PgPool)) {
     let database = installed();
     let mut observer = Observer::of(&database);
     let process = Process::start(&format!("suite::crashes::{test}"), URL, &database.url());
-    eventually("it works under its locks", || {
+    eventually("the child process works under its locks", || {
         observer.sleeping() == 1 && observer.all_held() == locks
     });
     process.kill();
-    eventually("its locks are free", || observer.all_held() == 0);
+    eventually("the locks of the child process are free", || {
+        observer.all_held() == 0
+    });
 }
 
 #[test]
@@ -87,8 +90,8 @@ fn a_crash_frees_several_transaction_locks_in_the_middle_of_a_statement() {
 }
 
 #[test]
-fn a_crash_frees_what_is_done_once_in_the_middle_of_a_statement() {
-    let test = "a_crash_frees_what_is_done_once_in_the_middle_of_a_statement";
+fn a_crash_frees_the_lock_of_once_in_the_middle_of_a_statement() {
+    let test = "a_crash_frees_the_lock_of_once_in_the_middle_of_a_statement";
     crash(test, 1, |pool| {
         on_one(pool, |conn| {
             let _: Result<_, Error> = wait(ONCE.run(
@@ -102,17 +105,19 @@ fn a_crash_frees_what_is_done_once_in_the_middle_of_a_statement() {
     });
 }
 
-/// Fails unless the session looks that often whether its client has gone.
-fn looks_each(interval: &str) -> String {
+/// SQL that fails unless the server checks at this interval, in this session, whether the client is
+/// still connected.
+fn asserts_interval(interval: &str) -> String {
     format!(
         "DO $$ BEGIN ASSERT current_setting('client_connection_check_interval') = '{interval}', \
          current_setting('client_connection_check_interval'); END $$"
     )
 }
 
-/// What a session lock sets stays, and what a transaction lock sets ends with its transaction.
-fn assert_looks(database: &Database, before: &str, under: &str) {
-    let (before, under) = (looks_each(before), looks_each(under));
+/// Asserts that a transaction lock sets the interval for its transaction, and a session lock for
+/// the rest of the session.
+fn assert_interval(database: &Database, before: &str, under: &str) {
+    let (before, under) = (asserts_interval(before), asserts_interval(under));
     let pool = pool(database, 1);
     on_one(&pool, |conn| {
         wait(execute(conn, &before)).unwrap();
@@ -135,7 +140,7 @@ fn assert_looks(database: &Database, before: &str, under: &str) {
     wait(guard.release()).unwrap();
     on_one(&pool, |conn| {
         wait(execute(conn, &under)).unwrap();
-        // As poolers and applications do between two uses of a session.
+        // Poolers and applications reset a session between two uses.
         wait(execute(conn, "RESET ALL")).unwrap();
         wait(execute(conn, &before)).unwrap();
     });
@@ -144,17 +149,17 @@ fn assert_looks(database: &Database, before: &str, under: &str) {
 }
 
 #[test]
-fn a_lock_makes_the_server_look_whether_its_client_has_gone() {
-    assert_looks(&installed(), "0", "1s");
+fn a_lock_makes_the_server_check_whether_its_client_is_still_connected() {
+    assert_interval(&installed(), "0", "1s");
 }
 
 #[test]
-fn an_operators_own_interval_stays_as_it_is() {
+fn an_interval_that_an_operator_has_set_stays() {
     for whose in ["DATABASE", "ROLE CURRENT_USER IN DATABASE"] {
         let database = installed();
         let name = database.name();
         let alter = format!("ALTER {whose} {name} SET client_connection_check_interval = '250ms'");
         run(&mut database.connect(), &alter);
-        assert_looks(&database, "250ms", "250ms");
+        assert_interval(&database, "250ms", "250ms");
     }
 }

@@ -1,4 +1,5 @@
-//! What holds over a failover: tokens grow, a server that refuses to write is left, and what is taken waits for its commit.
+//! During and after a failover: tokens grow, the pool leaves a server that refuses to write, and
+//! claims wait for their commit.
 
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ static THROTTLE: Throttle = Throttle::named("failover", Duration::from_micros(1)
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A token of each kind: of a lock, a permit and a run.
+/// Draws a token of a lock, a permit and a run.
 fn tokens(pool: &PgPool) -> [i64; 3] {
     let mut guard = wait(LOCK.acquire(pool)).unwrap();
     let of_lock = wait(guard.fencing_token()).unwrap();
@@ -37,7 +38,7 @@ fn tokens(pool: &PgPool) -> [i64; 3] {
 /// The token of the next run of the schedule.
 fn of_run(pool: &PgPool) -> i64 {
     let token = std::sync::Mutex::new(0);
-    eventually("a tick has run", || {
+    eventually("the schedule has run a tick", || {
         let next = every(Duration::from_millis(1));
         let looked = wait(SCHEDULE.run_due(pool, next, crate::work_of_tick!(token)));
         let _ = looked.unwrap();
@@ -57,7 +58,7 @@ fn tokens_grow_when_a_standby_is_promoted_that_has_lost_commits() {
         let pool = make_pool(&primary.url("postgres"), 2, PATIENCE);
         wait_for(&primary, &standby);
         standby.detach();
-        // More than a sequence logs ahead.
+        // A sequence logs 32 numbers ahead in the WAL; draw more than these.
         for _ in 0..40 {
             largest = tokens(&pool);
         }
@@ -72,14 +73,14 @@ fn tokens_grow_when_a_standby_is_promoted_that_has_lost_commits() {
     }
 }
 
-/// Waits until the standby has all that its primary has committed.
+/// Waits until the standby has replayed all commits of its primary.
 fn wait_for(primary: &Cluster, standby: &Cluster) {
     let written = text(
         &mut primary.endpoint("postgres").connect(),
         "pg_current_wal_lsn()",
     );
     let standby = &mut standby.endpoint("postgres").connect();
-    eventually("the standby has followed", || {
+    eventually("the standby has replayed all commits", || {
         number(
             standby,
             &format!("(pg_last_wal_replay_lsn() >= '{written}'::pg_lsn)::int"),
@@ -87,7 +88,8 @@ fn wait_for(primary: &Cluster, standby: &Cluster) {
     });
 }
 
-/// A claim forbids sequential scans, whose price would have its statements compiled, for most of a second, each time.
+/// A claim sets `enable_seqscan = off`. A sequential scan would then have a cost at which
+/// PostgreSQL compiles the statement by JIT, for most of a second at each claim.
 #[test]
 fn a_claim_scans_no_table_for_the_base_of_tokens() {
     let database = installed();
@@ -105,8 +107,8 @@ fn on_a_restored_server_tokens_go_on_after_those_of_the_server_before() {
     let database = installed();
     let pool = make_pool(&database.url(), 2, PATIENCE);
     let conn = &mut database.connect();
-    // As after a restore of a database that has seen so many promotions that the range of the day
-    // lies below, and has drawn numbers since it was copied.
+    // As after a restore of a database with so many promotions that its range is above that of
+    // today.
     run(
         conn,
         "UPDATE resource_control.token_base SET identity = '', base = 0;
@@ -132,7 +134,7 @@ fn on_a_restored_server_tokens_go_on_after_those_of_the_server_before() {
 }
 
 #[test]
-fn a_server_that_refuses_to_write_is_left() {
+fn the_pool_leaves_a_server_that_refuses_to_write() {
     let cluster = Cluster::start();
     let pool = make_pool(&cluster.url("postgres"), 2, PATIENCE);
     wait(migrations::install(&pool)).unwrap();
@@ -148,7 +150,7 @@ fn a_server_that_refuses_to_write_is_left() {
         });
     };
     refuse(conn, "on");
-    // Each session reads the setting when it gets to it.
+    // Each session reads a reloaded setting before its next statement, not at once.
     eventually("all sessions have read it", || {
         let is_on = "DO $$ BEGIN \
              ASSERT current_setting('default_transaction_read_only') = 'on'; END $$";
@@ -176,7 +178,8 @@ static ONCE: Once = Once::named("failover");
 const ELSEWHERE: &str =
     "(SELECT count(*) FROM pg_stat_activity WHERE application_name = 'elsewhere')";
 
-/// Whether the pool closes a connection after this, before it lends one again.
+/// Asserts that the pool closes the connection after `elsewhere` has used it, instead of lending it
+/// again.
 #[track_caller]
 fn leaves(pool: &PgPool, observer: &mut diesel::PgConnection, elsewhere: impl FnOnce(&mut Conn)) {
     on_one(pool, |conn| {
@@ -184,11 +187,13 @@ fn leaves(pool: &PgPool, observer: &mut diesel::PgConnection, elsewhere: impl Fn
         elsewhere(conn);
     });
     wait(on_first(pool, "SELECT 1")).unwrap();
-    eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
+    eventually("the pool has closed the connection", || {
+        number(observer, ELSEWHERE) == 0
+    });
 }
 
 #[test]
-fn a_lent_connection_to_a_standby_leaves_its_pool() {
+fn a_callers_connection_to_a_standby_leaves_its_pool() {
     let primary = Cluster::start();
     let url = primary.url("postgres");
     wait(migrations::install(&make_pool(&url, 2, PATIENCE))).unwrap();
@@ -215,7 +220,7 @@ fn a_lent_connection_to_a_standby_leaves_its_pool() {
 }
 
 #[test]
-fn a_lent_connection_that_must_not_write_leaves_its_pool() {
+fn a_callers_connection_that_is_read_only_leaves_its_pool() {
     let database = installed();
     let pool = make_pool(&database.url(), 1, PATIENCE);
     let observer = &mut database.connect();
@@ -231,7 +236,7 @@ fn a_lent_connection_that_must_not_write_leaves_its_pool() {
             }),
         ));
         assert_matches!(done, Err(Error::Standby));
-        // It could do something outside the database.
+        // The work could have effects outside the database.
         assert!(!has_worked.get());
     });
     leaves(&pool, observer, |conn| {
@@ -249,7 +254,9 @@ fn a_lent_connection_that_must_not_write_leaves_its_pool() {
     wait(execute(guard.conn(), REFUSE)).unwrap();
     assert_matches!(wait(guard.fencing_token()), Err(Error::Standby));
     wait(guard.release()).unwrap();
-    eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
+    eventually("the pool has closed the connection", || {
+        number(observer, ELSEWHERE) == 0
+    });
 }
 
 #[test]
@@ -260,11 +267,13 @@ fn locks_leave_a_server_that_refuses_to_write() {
     for locks in [LOCK.clone(), AdvisoryLock::all([&LOCK, &LOCK.key(1)])] {
         wait(on_first(&pool, "SET application_name = 'elsewhere'")).unwrap();
         wait(on_first(&pool, "SET default_transaction_read_only = on")).unwrap();
-        // On another connection, whose server can be written to.
+        // The retry uses another connection, whose session can write.
         wait(wait(locks.acquire(&pool)).unwrap().release()).unwrap();
-        eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
+        eventually("the pool has closed the connection", || {
+            number(observer, ELSEWHERE) == 0
+        });
     }
-    // So does what opens a transaction of its own.
+    // Operations that open a transaction themselves retry in the same way.
     let limits = [&LIMIT, &LIMIT.key(1)];
     wait(on_first(&pool, "SET application_name = 'elsewhere'")).unwrap();
     wait(on_first(&pool, "SET default_transaction_read_only = on")).unwrap();
@@ -272,7 +281,9 @@ fn locks_leave_a_server_that_refuses_to_write() {
         wait(RateLimit::check_all(&limits, &pool)),
         Ok(Check::Allowed(_))
     );
-    eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
+    eventually("the pool has closed the connection", || {
+        number(observer, ELSEWHERE) == 0
+    });
     let empty = Database::new();
     let installing = make_pool(&empty.url(), 1, PATIENCE);
     wait(on_first(
@@ -281,7 +292,8 @@ fn locks_leave_a_server_that_refuses_to_write() {
     ))
     .unwrap();
     wait(migrations::install(&installing)).unwrap();
-    // A transaction that its owner opens otherwise says what is meant.
+    // The mode of the caller's own transaction does not count: READ ONLY there is a choice of the
+    // caller.
     on_one(&pool, |conn| {
         begin(conn);
         wait(execute(conn, "SET TRANSACTION READ ONLY")).unwrap();
@@ -302,7 +314,7 @@ fn locks_leave_a_server_that_refuses_to_write() {
 }
 
 #[test]
-fn what_is_taken_waits_for_its_commit_whatever_the_role_says() {
+fn claims_wait_for_their_commit_whatever_the_role_has_set() {
     let database = installed();
     let pool = make_pool(&database.url(), 1, PATIENCE);
     for (setting, expected) in [

@@ -47,7 +47,7 @@ fn a_pass_that_is_rolled_back_does_not_count() {
 }
 
 #[test]
-fn outside_a_transaction_it_is_an_error() {
+fn outside_a_transaction_a_pass_is_an_error() {
     let database = installed();
     let pool = pool(&database, 1);
     on_one(&pool, |conn| {
@@ -83,7 +83,7 @@ fn the_tokens_of_a_lock_grow() {
     ));
 }
 
-/// Its session lives, but a later holder may have drawn a token already.
+/// The session of the former holder still lives, but a later holder may have drawn a token already.
 #[test]
 fn a_former_holder_draws_no_token() {
     let database = installed();

@@ -1,4 +1,4 @@
-//! The schema, by `install` and by its files.
+//! Installing the schema, by `migrations::install` and by the migration files.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -119,7 +119,7 @@ fn twenty_instances_install_at_once_under_every_default_isolation_level() {
 }
 
 #[test]
-fn what_is_recorded_and_missing_is_repaired_by_the_statement_in_the_message() {
+fn missing_objects_are_repaired_by_the_statement_in_the_message() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let conn = &mut database.connect();
@@ -136,7 +136,7 @@ fn what_is_recorded_and_missing_is_repaired_by_the_statement_in_the_message() {
         "DROP INDEX resource_control.service_request_in_flight",
         "DROP SEQUENCE resource_control.fencing_token",
         "DROP TYPE resource_control.throttled_resource_enum CASCADE; DROP TABLE resource_control.throttled_resource",
-        // It takes the columns of that type with it, and leaves the table.
+        // CASCADE drops the columns of the type, and leaves the table.
         "DROP TYPE resource_control.throttled_resource_enum CASCADE",
         "DROP DOMAIN resource_control.service_name CASCADE",
         "DROP DOMAIN resource_control.slot_number CASCADE",
@@ -159,7 +159,8 @@ fn what_is_recorded_and_missing_is_repaired_by_the_statement_in_the_message() {
     );
 }
 
-/// The timeouts are for the statements of an application, and not for the wait for another instance.
+/// Operators set these timeouts for the statements of an application. An installation waits for
+/// another instance for as long as that takes.
 #[test]
 fn no_timeout_of_a_role_ends_an_installation_that_waits_for_another() {
     let by_role = |database: &Database, timeout: &str| {
@@ -180,7 +181,7 @@ fn no_timeout_of_a_role_ends_an_installation_that_waits_for_another() {
     };
     let tried = |pool_of: fn(&Database, &str) -> PgPool, timeout: &str| {
         let database = Database::new();
-        let (mut holder, look) = (database.connect(), &mut database.connect());
+        let (mut holder, admin) = (database.connect(), &mut database.connect());
         run(
             &mut holder,
             "BEGIN; SELECT pg_advisory_xact_lock(20000101000000)",
@@ -189,15 +190,15 @@ fn no_timeout_of_a_role_ends_an_installation_that_waits_for_another() {
             let installs = scope.spawn(|| wait(migrations::install(&pool_of(&database, timeout))));
             let has_waited = "(SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database()
                 AND wait_event_type = 'Lock' AND query_start < clock_timestamp() - interval '1500 ms')";
-            eventually("it waits for three times as long", || {
+            eventually("the installation waits for three times the timeout", || {
                 assert!(!installs.is_finished(), "{timeout}");
-                truth(look, has_waited)
+                truth(admin, has_waited)
             });
             run(&mut holder, "COMMIT");
             installs.join().unwrap().unwrap();
         });
-        assert_eq!(number(look, RECORDED), directories().len() as i64);
-        // And the session has its own afterwards.
+        assert_eq!(number(admin, RECORDED), directories().len() as i64);
+        // Afterwards the session has the timeout of its role again.
         let pool = pool_of(&database, timeout);
         wait(migrations::install(&pool)).unwrap();
         let own = format!("DO $$ BEGIN ASSERT current_setting('{timeout}') = '500ms'; END $$");
@@ -214,7 +215,7 @@ fn no_timeout_of_a_role_ends_an_installation_that_waits_for_another() {
 }
 
 #[test]
-fn a_role_without_rights_may_install_what_is_installed() {
+fn for_a_role_without_rights_a_second_installation_succeeds() {
     let database = Database::new();
     let role = Role::new(&database);
     let own = make_pool(role.url(), 1, Duration::from_secs(20));
@@ -271,7 +272,7 @@ fn a_role_that_owns_an_empty_schema_may_install() {
 }
 
 #[test]
-fn a_read_only_session_may_install_what_is_installed() {
+fn in_a_read_only_session_a_second_installation_succeeds() {
     let database = Database::new();
     let read_only = database.url_with("options", "-c default_transaction_read_only=on");
     let read_only = make_pool(&read_only, 1, Duration::from_secs(20));
@@ -356,7 +357,7 @@ fn objects_of_the_same_names_ahead_in_the_search_path_are_not_used() {
 }
 
 #[test]
-fn each_release_leaves_what_a_newer_one_has_added_and_adds_what_an_older_one_lacks() {
+fn an_installation_keeps_the_migrations_of_a_newer_release_and_adds_missing_ones() {
     for older in 0..=directories().len() {
         let database = Database::new();
         let conn = &mut database.connect();
@@ -376,7 +377,7 @@ fn each_release_leaves_what_a_newer_one_has_added_and_adds_what_an_older_one_lac
 }
 
 #[test]
-fn each_file_down_in_reverse_leaves_nothing() {
+fn running_each_down_file_in_reverse_order_leaves_nothing() {
     let database = Database::new();
     let conn = &mut database.connect();
     let before = number(conn, "(SELECT count(*) FROM pg_depend)");
@@ -452,7 +453,7 @@ fn files_are_written_once_and_are_those_of_the_repository() {
         }
     }
     assert!(migrations::write_to(&target).unwrap().is_empty());
-    // As after a release that added one, or a disk that was full.
+    // As after a release that has added a file, or a disk that was full.
     std::fs::remove_file(written[0].join("down.sql")).unwrap();
     assert_eq!(migrations::write_to(&target).unwrap(), written[..1]);
     std::fs::remove_dir_all(&written[0]).unwrap();
@@ -461,7 +462,7 @@ fn files_are_written_once_and_are_those_of_the_repository() {
 }
 
 #[test]
-fn a_role_with_the_grants_does_everything_but_declare_labels() {
+fn a_role_with_the_grants_may_do_everything_but_declare_labels() {
     throttled_resources! {
         enum Resource { Mail = "mail" every Duration::from_secs(60) }
     }

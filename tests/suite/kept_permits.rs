@@ -14,10 +14,10 @@ use crate::half::{
 };
 use crate::support::{LEASE, eventually, installed, number, once_at_least, run, truth};
 
-/// Of which a permit may be lost at any moment, because the machine pauses.
+/// So short that a permit may be lost at any moment if the machine pauses.
 static SHORT: Semaphore = Semaphore::named("kept", 1, Duration::from_millis(600)).keep_alive();
 static KEPT: Semaphore = Semaphore::named("kept", 1, LEASE).keep_alive();
-/// Which is renewed after twenty minutes.
+/// Not renewed within a test: the first renewal comes after twenty minutes.
 static LONG: Semaphore = Semaphore::named("kept", 1, Duration::from_secs(3600)).keep_alive();
 
 #[track_caller]
@@ -29,7 +29,7 @@ fn acquire(semaphore: &Semaphore, pool: &PgPool) -> Permit {
 }
 
 #[test]
-fn others_who_take_connections_without_a_pause_do_not_starve_it() {
+fn callers_that_take_connections_without_a_pause_do_not_starve_a_renewal() {
     let database = installed();
     let pool = pool(&database, 2);
     let permit = acquire(&KEPT, &pool);
@@ -40,7 +40,7 @@ fn others_who_take_connections_without_a_pause_do_not_starve_it() {
                 while is_over.load(Ordering::Relaxed) == 0 {
                     wait(on_first(&pool, "SELECT pg_sleep(0.001)")).unwrap();
                     if IS_ASYNC {
-                        // bb8 serves a caller that comes again at once before those that wait.
+                        // bb8 serves a caller that returns at once before those that wait.
                         thread::sleep(Duration::from_millis(1));
                     }
                 }
@@ -53,7 +53,8 @@ fn others_who_take_connections_without_a_pause_do_not_starve_it() {
     wait(permit.release()).unwrap();
 }
 
-/// A renewal has ten others before it in the queue of the pool, for a second.
+/// Fifty callers use five connections for 0.1 seconds each, so a renewal waits in the queue of the
+/// pool for about a second.
 #[test]
 fn a_long_job_keeps_its_permit_though_others_exhaust_the_pool() {
     let database = installed();
@@ -65,7 +66,7 @@ fn a_long_job_keeps_its_permit_though_others_exhaust_the_pool() {
             scope.spawn(|| {
                 while is_over.load(Ordering::Relaxed) == 0 {
                     wait(on_first(&pool, "SELECT pg_sleep(0.1)")).unwrap();
-                    // A pool may serve a caller that comes again at once before those that wait.
+                    // A pool may serve a caller that returns at once before those that wait.
                     thread::sleep(Duration::from_millis(1));
                 }
             });
@@ -80,7 +81,7 @@ fn a_long_job_keeps_its_permit_though_others_exhaust_the_pool() {
 }
 
 #[test]
-fn a_permit_that_another_ended_is_lost() {
+fn a_permit_whose_request_was_completed_elsewhere_is_lost() {
     let database = installed();
     let pool = pool(&database, 2);
     let permit = acquire(&KEPT, &pool);
@@ -102,7 +103,7 @@ fn a_permit_is_lost_before_its_slot_is_free_if_the_network_is_cut() {
     thread::scope(|scope| {
         let waiting = scope.spawn(|| wait(LONG.acquire(&others)).unwrap());
         assert!(wait(permit.wait_for_loss(Duration::from_secs(60))));
-        assert!(permit.is_lost(), "and it stays so");
+        assert!(permit.is_lost(), "a lost permit stays lost");
         let next = waiting.join().unwrap();
         assert!(permit.is_lost());
         proxy.restore();
@@ -116,21 +117,21 @@ fn a_permit_is_lost_before_its_slot_is_free_if_the_network_is_cut() {
 fn a_crashed_holder_keeps_the_slot_for_a_timeout() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     // A claim that nobody renews, as after a crash.
     run(
-        look,
+        admin,
         "SELECT resource_control.claim_service_request('kept', 1, '1 hour', 'crashed')",
     );
     assert!(truth(
-        look,
+        admin,
         "(SELECT expires_at = created_at + interval '1 hour' FROM resource_control.service_request)"
     ));
     assert!(wait(LONG.try_acquire(&pool)).unwrap().is_full());
     assert_eq!(wait(expire(&LONG, &pool)).unwrap(), 1);
     let permit = acquire(&LONG, &pool);
     let timed_out = "(SELECT count(timed_out_at) FROM resource_control.service_request)";
-    assert_eq!(number(look, timed_out), 1);
+    assert_eq!(number(admin, timed_out), 1);
     wait(permit.release()).unwrap();
 }
 
@@ -146,14 +147,14 @@ fn a_short_timeout_is_refused() {
 fn a_permit_whose_renewals_fail_for_a_while_is_kept() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let permit = acquire(&KEPT, &pool);
     let expiry =
         "(SELECT date_part('epoch', expires_at) * 1000000 FROM resource_control.service_request)";
-    let before = number(look, expiry);
+    let before = number(admin, expiry);
     // A sequence counts although its transaction fails.
     run(
-        look,
+        admin,
         "CREATE SEQUENCE failed;
         CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS
             $$ BEGIN PERFORM nextval('public.failed'); RAISE 'not now'; END $$;
@@ -162,21 +163,21 @@ fn a_permit_whose_renewals_fail_for_a_while_is_kept() {
         SELECT pg_terminate_backend(pid) FROM pg_stat_activity
             WHERE datname = current_database() AND pid <> pg_backend_pid()",
     );
-    eventually("it has failed three times", || {
-        number(look, "(SELECT last_value FROM failed)") >= 3
+    eventually("three renewals have failed", || {
+        number(admin, "(SELECT last_value FROM failed)") >= 3
     });
     run(
-        look,
+        admin,
         "DROP TRIGGER fail ON resource_control.service_request",
     );
-    eventually("it was renewed", || number(look, expiry) > before);
+    eventually("the permit was renewed", || number(admin, expiry) > before);
     assert!(!permit.is_lost());
     wait(permit.release()).unwrap();
 }
 
 /// Each renewal takes more than a third of the timeout.
 #[test]
-fn a_slow_server_costs_no_permit() {
+fn renewals_that_take_long_cost_no_permit() {
     let database = installed();
     let pool = pool(&database, 2);
     run(
@@ -187,7 +188,7 @@ fn a_slow_server_costs_no_permit() {
     );
     let timeout = Duration::from_secs(2);
     let mut round = 0;
-    once_at_least("it is kept", || {
+    once_at_least("the permit is kept", || {
         round += 1;
         let slow = Semaphore::named("slow", 1, timeout).keep_alive().key(round);
         let permit = acquire(&slow, &pool);
@@ -197,12 +198,12 @@ fn a_slow_server_costs_no_permit() {
 }
 
 #[test]
-fn a_permit_that_is_lost_tells_its_holder_within_a_third_of_its_timeout() {
+fn a_lost_permit_notifies_its_holder_before_it_expires() {
     let database = installed();
     let pool = pool(&database, 2);
     let timeout = Duration::from_secs(3);
     let kept = Semaphore::named("kept", 1, timeout).keep_alive();
-    once_at_least("it is lost before its time is over", || {
+    once_at_least("the permit is lost before it expires", || {
         let permit = acquire(&kept, &pool);
         wait(expire(&kept, &pool)).unwrap();
         wait(permit.lost());
@@ -224,27 +225,27 @@ fn a_wait_for_a_loss_ends_with_its_time() {
     wait(permit.release()).unwrap();
 }
 
-/// Its renewal hangs behind a lock of the row.
+/// The renewal hangs, because another transaction has locked the row.
 #[test]
 fn a_holder_that_cannot_renew_stops_before_the_database_lets_another_in() {
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
-    let (look, open) = (&mut database.connect(), &mut database.connect());
+    let (admin, open) = (&mut database.connect(), &mut database.connect());
     let kept = Semaphore::named("kept", 1, Duration::from_secs(3)).keep_alive();
     const REST: &str = "(SELECT date_part('epoch', max(expires_at) - clock_timestamp()) * 1000
         FROM resource_control.service_request WHERE completed_at IS NULL)";
-    once_at_least("it stops while its slot is taken", || {
+    once_at_least("the holder stops while its slot is taken", || {
         let permit = acquire(&kept, &pool);
         run(
             open,
             "BEGIN; SELECT FROM resource_control.service_request FOR UPDATE",
         );
         wait(permit.lost());
-        // A third of the margin is left, at least.
-        let rest = number(look, REST);
+        // At least a third of the margin is left.
+        let rest = number(admin, REST);
         assert!(wait(LONG.try_acquire(&other)).unwrap().is_full());
         run(open, "COMMIT");
-        // A late renewal may come through, and is of no use to anybody.
+        // The late renewal may succeed now, but the permit stays lost.
         assert!(permit.is_lost());
         drop(permit);
         let next = wait(LONG.acquire(&other)).unwrap();
@@ -253,15 +254,16 @@ fn a_holder_that_cannot_renew_stops_before_the_database_lets_another_in() {
     });
 }
 
-/// Each is released at about the time of its first renewal.
+/// Each permit is released at about the time of its first renewal, so that release and renewal
+/// race.
 #[test]
-fn a_renewal_that_comes_after_the_release_revives_nothing() {
+fn a_renewal_after_the_release_does_not_revive_the_request() {
     let database = installed();
     let pool = pool(&database, 6);
     let many = Semaphore::named("race", 20, Duration::from_millis(300)).keep_alive();
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     run(
-        look,
+        admin,
         "CREATE TABLE revived (id bigint);
         CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS
             $$ BEGIN INSERT INTO public.revived VALUES (OLD.id); RETURN NULL; END $$;
@@ -275,7 +277,7 @@ fn a_renewal_that_comes_after_the_release_revives_nothing() {
                 for _ in 0..8 {
                     let permit = wait(many.acquire(&pool)).unwrap();
                     let renewal = Duration::from_micros(fastrand::u64(94_000..100_000));
-                    // On a machine that is too slow, it may be lost.
+                    // On a slow machine, the permit may be lost.
                     wait(permit.wait_for_loss(renewal));
                     if fastrand::bool() {
                         assert_matches!(wait(permit.release()), Ok(()) | Err(Error::PermitLost(_)));
@@ -286,24 +288,24 @@ fn a_renewal_that_comes_after_the_release_revives_nothing() {
             });
         }
     });
-    // On a machine that is too slow, one may have expired before its drop could complete it.
+    // On a slow machine, a request may have expired before the drop could complete it.
     let ended = "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NOT NULL OR expires_at <= clock_timestamp())";
-    eventually("all have ended", || number(look, ended) == 160);
-    assert_eq!(number(look, "(SELECT count(*) FROM revived)"), 0);
+    eventually("all requests have ended", || number(admin, ended) == 160);
+    assert_eq!(number(admin, "(SELECT count(*) FROM revived)"), 0);
 }
 
 #[test]
-fn a_permit_that_was_released_or_detached_is_renewed_no_more() {
+fn a_released_or_detached_permit_is_no_longer_renewed() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
-    // On a machine that is too slow, it may be lost.
+    let admin = &mut database.connect();
+    // On a slow machine, the permit may be lost.
     let released = wait(acquire(&SHORT, &pool).release());
     assert_matches!(released, Ok(()) | Err(Error::PermitLost(_)));
     let _ = acquire(&SHORT, &pool).detach();
     let expired =
         "(SELECT bool_and(expires_at < clock_timestamp()) FROM resource_control.service_request)";
-    eventually("both have expired", || truth(look, expired));
+    eventually("both requests have expired", || truth(admin, expired));
     wait(acquire(&LONG, &pool).release()).unwrap();
 }
 

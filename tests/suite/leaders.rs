@@ -1,4 +1,4 @@
-//! Who leads, as others read it, and terms that are lost.
+//! Reading who leads, and terms that are lost.
 #![cfg(feature = "testing")] // whose terms may be short
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,15 +28,15 @@ fn every_instance_reads_who_leads() {
             &pool,
             |its| token.store(its, Ordering::SeqCst),
             || {
-                eventually("it leads", || token.load(Ordering::SeqCst) > 0);
+                eventually("the instance leads", || token.load(Ordering::SeqCst) > 0);
                 let leads = current().unwrap();
                 assert_eq!(leads.fencing_token as u64, token.load(Ordering::SeqCst));
                 assert_eq!(leads.holder, "web-3");
                 assert!(leads.since < leads.until);
-                // As the view tells it, unless it was renewed meanwhile.
+                // The view shows the same, except `until`, which a renewal may have moved.
                 let of_view = Leadership::all().load(&mut database.connect()).unwrap();
                 let [of_view] = &of_view[..] else {
-                    panic!("one leads: {of_view:?}")
+                    panic!("not one leader: {of_view:?}")
                 };
                 assert_eq!(
                     (
@@ -47,35 +47,35 @@ fn every_instance_reads_who_leads() {
                     ),
                     (&leads.name, &leads.holder, leads.since, leads.fencing_token)
                 );
-                // Of another election, or another key, nobody is told.
+                // Nobody leads under another key.
                 assert_eq!(wait(leader.key("another").current(&other)).unwrap(), None);
             },
         );
-        eventually("it has resigned", || current().is_none());
+        eventually("the leader has resigned", || current().is_none());
     }
     let bad = Leader::named("", 20 * SECOND);
     assert!(matches!(wait(bad.current(&other)), Err(Error::Input(_))));
 }
 
 #[test]
-fn whose_term_has_expired_leads_no_longer() {
+fn an_instance_whose_term_has_expired_is_not_the_leader() {
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
-    // Its next renewal comes late.
+    // The term is so long that its first renewal comes long after the test.
     let leader = Leader::named("expired", 600 * SECOND);
     let terms = AtomicU64::new(0);
     let elected = |_| {
         terms.fetch_add(1, Ordering::SeqCst);
     };
     while_it_leads(&leader, &pool, elected, || {
-        eventually("it leads", || terms.load(Ordering::SeqCst) == 1);
+        eventually("the instance leads", || terms.load(Ordering::SeqCst) == 1);
         assert!(wait(leader.current(&other)).unwrap().is_some());
         assert!(wait(depose(&leader, &other)).unwrap());
         assert_eq!(wait(leader.current(&other)).unwrap(), None);
     });
 }
 
-/// A term of less than seconds may also be lost because the machine pauses.
+/// A pause of the machine may also end such a short term, so rounds are repeated.
 #[cfg(feature = "metrics")]
 #[test]
 fn a_term_that_is_lost_is_counted_as_deposed_once() {
@@ -99,17 +99,19 @@ fn a_term_that_is_lost_is_counted_as_deposed_once() {
             };
             let mut is_held_once = false;
             while_it_leads(&leader, &pool, elected, || {
-                eventually("it leads", || terms.load(Ordering::SeqCst) > 0);
+                eventually("the instance leads", || terms.load(Ordering::SeqCst) > 0);
                 is_held_once = (metrics.held(), metrics.lost()) == (1.0, 0.0);
                 if is_cut {
                     proxy.cut();
-                    eventually("it is lost", || metrics.lost() > 0.0);
+                    eventually("the term is lost", || metrics.lost() > 0.0);
                     proxy.sever();
                     proxy.restore();
                 } else {
                     let _ = wait(depose(&leader, &other)).unwrap();
                 }
-                eventually("it leads again", || terms.load(Ordering::SeqCst) > 1);
+                eventually("the instance leads again", || {
+                    terms.load(Ordering::SeqCst) > 1
+                });
             });
             let outcomes = ["deposed", "resigned", "lost", "released"];
             let ends = || outcomes.map(|outcome| metrics.operations(outcome));

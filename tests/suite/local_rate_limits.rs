@@ -1,4 +1,4 @@
-//! Limits that decide from memory.
+//! Rate limits that decide from a chunk of units in memory.
 
 use std::sync::{Barrier, Mutex};
 use std::thread;
@@ -10,7 +10,7 @@ use crate::assert_matches;
 use crate::half::{Error, LocalRateLimit, Quota, RateLimit, make_pool, migrations, pool, wait};
 use crate::support::{installed, run};
 
-/// Nothing of it refills while a test runs.
+/// No unit refills while a test runs.
 static WIDE: RateLimit = RateLimit::named("wide", Quota::per_day(24).burst(100));
 
 fn is_allowed(local: &LocalRateLimit, key: &str) -> bool {
@@ -35,7 +35,7 @@ fn a_chunk_is_handed_out_without_a_round_trip() {
         proxy.count(|| (0..9).for_each(|_| assert!(is_allowed(&local.clone(), "7")))),
         0
     );
-    // The last denial counts until its units are there.
+    // A denial is remembered until its units have refilled.
     assert!(
         wait(WIDE.key("7").cost(80).check(&pool))
             .unwrap()
@@ -54,7 +54,7 @@ fn a_chunk_is_handed_out_without_a_round_trip() {
 }
 
 #[test]
-fn fewer_are_taken_where_fewer_are_left() {
+fn a_chunk_has_fewer_units_where_fewer_are_left() {
     let database = installed();
     let pool = pool(&database, 1);
     let local = WIDE.local(pool.clone(), 50);
@@ -67,7 +67,7 @@ fn fewer_are_taken_where_fewer_are_left() {
         assert_eq!(is_allowed(&local, "7"), left);
         assert_eq!(wait(WIDE.key("7").peek(&pool)).unwrap().remaining, 0);
     }
-    // A chunk is at most the burst, and one at least.
+    // A chunk has at most the burst, and at least one unit.
     for (chunk, left) in [(u32::MAX, 0), (0, 99)] {
         let key = chunk.to_string();
         assert!(is_allowed(&WIDE.local(pool.clone(), chunk), &key));
@@ -76,7 +76,7 @@ fn fewer_are_taken_where_fewer_are_left() {
 }
 
 #[test]
-fn all_who_find_nothing_at_once_take_no_more_chunks_than_they_need() {
+fn concurrent_callers_take_no_more_chunks_than_they_need() {
     let database = installed();
     let pool = pool(&database, 8);
     let local = WIDE.local(pool.clone(), 10);
@@ -96,7 +96,7 @@ fn all_who_find_nothing_at_once_take_no_more_chunks_than_they_need() {
 }
 
 #[test]
-fn those_who_wait_for_a_chunk_that_fails_ask_for_themselves() {
+fn callers_that_wait_for_a_chunk_that_fails_ask_for_themselves() {
     let database = installed();
     let pool = pool(&database, 4);
     let local = WIDE.local(pool, 10);
@@ -122,7 +122,7 @@ fn those_who_wait_for_a_chunk_that_fails_ask_for_themselves() {
 }
 
 #[test]
-fn those_who_wait_for_a_chunk_get_the_error_of_the_one_who_takes_it() {
+fn callers_that_wait_for_a_chunk_get_the_error_of_the_caller_that_takes_it() {
     let database = installed();
     let local = WIDE.local(pool(&database, 4), 10);
     assert!(is_allowed(&WIDE.local(pool(&database, 1), 10), "7"));
@@ -158,7 +158,7 @@ fn a_bad_key_is_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn all_instances_allow_a_chunk_more_each_at_most() {
+fn each_instance_exceeds_the_limit_by_at_most_one_chunk() {
     let database = installed();
     let quota = Quota::per_second(200).burst(50);
     let limit = RateLimit::named("local", quota);
@@ -178,7 +178,7 @@ fn all_instances_allow_a_chunk_more_each_at_most() {
                             Ok(check) if check.is_allowed() => {
                                 grants.lock().unwrap().push(began.elapsed());
                             }
-                            // On a machine that is too slow, its turn does not come in time.
+                            // On a slow machine, the row is locked by others for too long.
                             Ok(_) | Err(Error::KeyLocked(_)) => {}
                             Err(error) => panic!("{error}"),
                         }

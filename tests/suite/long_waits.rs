@@ -1,4 +1,4 @@
-//! A wait that lasts for more than five seconds is logged once, with what it is for.
+//! A wait of more than five seconds is logged once, with the reason for the wait.
 
 use std::sync::{Mutex, mpsc};
 use std::thread;
@@ -31,7 +31,7 @@ fn while_it_waits(waits: impl FnOnce() + Send, warned: impl FnOnce()) {
 }
 
 #[test]
-fn a_lock_that_this_process_has_taken_already() {
+fn a_wait_for_a_lock_of_this_process_names_its_session() {
     const NAME: &str = "long wait for its own";
     static LOCK: AdvisoryLock = AdvisoryLock::named(NAME);
     Log::of(NAME);
@@ -52,7 +52,7 @@ fn a_lock_that_this_process_has_taken_already() {
 }
 
 #[test]
-fn a_lock_that_another_process_has_taken() {
+fn a_wait_for_a_lock_of_another_process_names_its_session() {
     const NAME: &str = "long wait for another";
     static LOCK: AdvisoryLock = AdvisoryLock::named(NAME);
     Log::of(NAME);
@@ -68,7 +68,9 @@ fn a_lock_that_another_process_has_taken() {
     while_it_waits(
         || while_it_waits(with_on, || drop(wait(LOCK.acquire(&pool)).unwrap())),
         || {
-            eventually("both are logged", || Log::of(NAME).long_waits().len() == 2);
+            eventually("both waits are logged", || {
+                Log::of(NAME).long_waits().len() == 2
+            });
             drop(holder);
         },
     );
@@ -80,9 +82,9 @@ fn a_lock_that_another_process_has_taken() {
     assert_eq!(messages.len(), 2);
 }
 
-/// The wait is a single statement, which another thread watches.
+/// The wait is a single statement, so another thread watches its time.
 #[test]
-fn a_lock_of_a_transaction() {
+fn a_wait_for_a_transaction_lock_says_whether_this_process_holds_it() {
     const OWN: &str = "long wait for its own transaction";
     const OTHER: &str = "long wait for another transaction";
     static LOCK_OF_OWN: AdvisoryLock = AdvisoryLock::named(OWN);
@@ -138,7 +140,7 @@ fn a_lock_of_a_transaction() {
 }
 
 #[test]
-fn work_that_another_does() {
+fn a_wait_for_work_of_another_session_is_logged() {
     const NAME: &str = "long wait for a twin";
     static ONCE: Once = Once::named(NAME);
     Log::of(NAME);
@@ -177,7 +179,7 @@ fn work_that_another_does() {
 }
 
 #[test]
-fn a_slot() {
+fn a_wait_for_a_slot_is_logged() {
     const NAME: &str = "long wait for a slot";
     static SLOTS: Semaphore = Semaphore::named(NAME, 1, HOUR);
     Log::of(NAME);
@@ -198,9 +200,9 @@ fn a_slot() {
     assert_eq!(Log::of(NAME).long_waits().len(), 1);
 }
 
-/// A guard has the only connection, and its program wants another one.
+/// Guards hold all connections of the pool, and the program waits for another one.
 #[test]
-fn a_connection_of_a_pool() {
+fn a_wait_for_a_connection_of_the_pool_is_logged() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("long wait for a connection");
     const SIZE: u32 = 7;
     let log = Log::of("");

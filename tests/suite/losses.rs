@@ -1,4 +1,4 @@
-//! A loss is counted as a loss, once, wherever it is noticed first.
+//! The loss of a permit or a run is counted once as a loss, wherever it is noticed first.
 #![cfg(feature = "testing")] // whose leases may be short
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,7 +20,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 const HOUR: Duration = Duration::from_secs(3600);
 const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp()";
 
-/// Takes the slot of this name, loses it somehow, and sees the loss once.
+/// Takes the slot of this name, lets `loses` lose it, and asserts that the loss is counted once.
 #[track_caller]
 fn is_counted_once(
     name: &'static str,
@@ -35,31 +35,31 @@ fn is_counted_once(
     loses(&semaphore, permit);
     eventually("the loss is counted", || metrics.lost() == 1.0);
     let others = Semaphore::named(name, 1, HOUR);
-    eventually("its end was sent", || {
+    eventually("the slot is free", || {
         wait(others.try_acquire(pool)).unwrap().is_admitted()
     });
     eventually("nothing is held", || metrics.held() == 0.0);
     assert_eq!(metrics.lost(), 1.0);
     assert_eq!(metrics.operations("lost"), 1.0);
-    // Those that took the slot to see that it is free were released.
+    // The permits that were taken just above are counted as released.
     eventually("all ends are counted", || {
         metrics.holdings() == metrics.operations("admitted")
             && metrics.operations("released") == metrics.operations("admitted") - 1.0
     });
 }
 
-/// Waits until its time is over, without asking it.
-fn outlasts(permit: &Permit) {
-    eventually("its time is over", || permit.remaining().is_zero());
+/// Waits until the permit has expired. `remaining` does not notice the loss, as `is_lost` would.
+fn outlast(permit: &Permit) {
+    eventually("the permit has expired", || permit.remaining().is_zero());
 }
 
 #[test]
-fn a_permit_whose_time_is_over_is_counted_as_lost_once() {
+fn an_expired_permit_is_counted_as_lost_once() {
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
     is_counted_once("lost, and noticed when asked", &pool, SHORT, |_, permit| {
-        outlasts(&permit);
+        outlast(&permit);
         assert!(permit.is_lost() && permit.is_lost());
     });
     is_counted_once("lost, and noticed in a wait", &pool, SHORT, |_, permit| {
@@ -72,7 +72,7 @@ fn a_permit_whose_time_is_over_is_counted_as_lost_once() {
         &pool,
         SHORT,
         |_, permit| {
-            outlasts(&permit);
+            outlast(&permit);
             drop(permit);
         },
     );
@@ -81,17 +81,17 @@ fn a_permit_whose_time_is_over_is_counted_as_lost_once() {
         &pool,
         SHORT,
         |_, permit| {
-            outlasts(&permit);
+            outlast(&permit);
             assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
         },
     );
     is_counted_once("lost, and noticed at its end", &pool, SHORT, |_, permit| {
-        outlasts(&permit);
+        outlast(&permit);
         permit.detach();
     });
     is_counted_once("lost in a panic", &pool, SHORT, |_, permit| {
         let panicked = catch_unwind(AssertUnwindSafe(|| {
-            outlasts(&permit);
+            outlast(&permit);
             let _permit = permit;
             panic!("the work");
         }));
@@ -100,7 +100,7 @@ fn a_permit_whose_time_is_over_is_counted_as_lost_once() {
 }
 
 #[test]
-fn a_permit_whose_row_was_ended_is_counted_as_lost_once() {
+fn a_permit_whose_request_was_ended_is_counted_as_lost_once() {
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
@@ -156,7 +156,7 @@ fn a_kept_permit_that_is_lost_is_counted_as_lost_once() {
         pool(&database, 2),
         make_pool(&proxy.url(), 2, Duration::from_secs(20)),
     );
-    // Whenever it is lost that is cut off, it is lost once.
+    // The short lease may be lost before the network is cut, and is then counted once, too.
     for (name, lease, is_cut) in [
         ("kept and ended", LEASE, false),
         ("kept and cut off", Duration::from_millis(600), true),
@@ -167,13 +167,13 @@ fn a_kept_permit_that_is_lost_is_counted_as_lost_once() {
         if is_cut {
             proxy.cut();
             if !IS_ASYNC {
-                // Its renewal hangs on the network, so nobody notices before it is asked.
+                // The thread that renews hangs on the network, so only a question notices the loss.
                 assert!(wait(permit.wait_for_loss(MINUTE)));
             }
         } else {
             assert!(wait(semaphore.complete(&whole, permit.fencing_token())).unwrap());
         }
-        eventually("it is counted", || metrics.lost() == 1.0);
+        eventually("the loss is counted", || metrics.lost() == 1.0);
         assert_eq!(metrics.held(), 0.0);
         assert!(permit.is_lost());
         proxy.restore();
@@ -196,8 +196,8 @@ fn a_run_that_has_lost_its_lease_is_counted_as_lost_once() {
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 2, Duration::from_secs(20));
     for is_cut in [false, true] {
-        // It may be lost too soon.
-        once_at_least("it is lost by its work", || {
+        // On a slow machine the lease may be lost before the work begins.
+        once_at_least("the lease is lost during the work", || {
             let name = fresh("a lost run");
             let metrics = Metrics(name);
             let schedule = Schedule::named(name);
@@ -224,7 +224,7 @@ fn a_run_that_has_lost_its_lease_is_counted_as_lost_once() {
                 return false;
             }
             assert_matches!(ran, Err(Error::PermitLost(_)));
-            // The thread of its renewals may be about to count it.
+            // The thread that renews may count the loss a moment later.
             eventually("the loss is counted", || metrics.lost() == 1.0);
             let lost = (
                 metrics.lost(),

@@ -1,4 +1,4 @@
-//! What was sent and has no reply is not sent again.
+//! A statement whose reply was lost is not sent again.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use crate::half::*;
 use crate::support::{IN_FLIGHT, eventually, installed, number, run};
 
 const HOUR: Duration = Duration::from_secs(3600);
-/// Nothing of it refills while a test runs.
+/// No unit refills while a test runs.
 static LIMIT: RateLimit = RateLimit::named("cut", Quota::per_day(24).burst(1000));
 static ONCE: Once = Once::named("cut");
 
-/// One cut of the connection, which comes at some round trip of what is done.
+/// A cut of the connection at one round trip of an operation.
 struct Cut<'a> {
     proxy: &'a RoundTrips,
     round_trip: u64,
@@ -39,17 +39,18 @@ impl Cut<'_> {
             .is_some_and(Fault::has_happened)
     }
 
-    /// What tells the things of this cut from those of the others.
+    /// A key unique to this cut.
     fn key(&self) -> String {
         format!("{:?} {}", self.when, self.round_trip)
     }
 }
 
-/// Does something with a new pool for each of its round trips, at which the connection is cut, before and after the server has done
-/// what it is asked. Nothing is prepared before.
+/// Repeats the work with a new pool, and cuts the connection at another round trip each time:
+/// before the server gets the statement, and then before the client gets the reply. No statement is
+/// prepared before. Ends when the work has fewer round trips.
 fn cut_at_each(database: &Database, work: impl Fn(&Cut<'_>, &PgPool, &mut PgConnection)) {
     let proxy = RoundTrips::in_front_of(database);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for round_trip in 1..50 {
         for when in [When::BeforeServer, When::BeforeReply] {
             let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
@@ -60,19 +61,19 @@ fn cut_at_each(database: &Database, work: impl Fn(&Cut<'_>, &PgPool, &mut PgConn
                 when,
                 fault: RefCell::new(None),
             };
-            work(&cut, &pool, look);
+            work(&cut, &pool, admin);
             if !cut.has_happened() {
-                assert!(round_trip > 2, "it needs one");
+                assert!(round_trip > 2, "the connection was never cut");
                 return;
             }
         }
     }
-    panic!("it needs too many round trips");
+    panic!("the work has too many round trips");
 }
 
-/// The value, or `None` where the reply was lost.
+/// The value, or `None` if the reply was lost. Any other error is a failure of the test.
 #[track_caller]
-fn told<T>(reply: Result<T>) -> Option<T> {
+fn unless_lost<T>(reply: Result<T>) -> Option<T> {
     reply
         .inspect_err(|error| assert!(error.is_unavailable(), "{error:?}"))
         .ok()
@@ -81,13 +82,13 @@ fn told<T>(reply: Result<T>) -> Option<T> {
 #[test]
 fn a_claim_takes_one_slot_at_most() {
     let database = installed();
-    cut_at_each(&database, |cut, pool, look| {
+    cut_at_each(&database, |cut, pool, admin| {
         let slots = Semaphore::named("claim", 5, HOUR).key(cut.key());
-        let admission = told(cut.during(|| wait(slots.try_acquire(pool))));
+        let admission = unless_lost(cut.during(|| wait(slots.try_acquire(pool))));
         let service = format!("r.service = 'claim {}'", cut.key().replace(' ', r"\ "));
         let claims =
             format!("SELECT count(*) FROM resource_control.service_request AS r WHERE {service}");
-        let claims = number(look, &format!("({claims})"));
+        let claims = number(admin, &format!("({claims})"));
         match admission {
             Some(admission) => {
                 assert_eq!(claims, 1, "{}", cut.key());
@@ -99,29 +100,29 @@ fn a_claim_takes_one_slot_at_most() {
 }
 
 #[test]
-fn a_release_without_a_reply_follows_and_is_not_reported_as_a_loss() {
+fn a_release_without_a_reply_is_repeated_and_not_reported_as_a_loss() {
     let database = installed();
-    cut_at_each(&database, |cut, pool, look| {
+    cut_at_each(&database, |cut, pool, admin| {
         let slot = Semaphore::named("release", 1, HOUR).key(cut.key());
         let permit = wait(slot.acquire(pool)).unwrap();
         let released = cut.during(|| wait(permit.release()));
-        if told(released).is_some() {
-            assert_eq!(number(look, IN_FLIGHT), 0);
+        if unless_lost(released).is_some() {
+            assert_eq!(number(admin, IN_FLIGHT), 0);
         }
-        eventually("it is released", || number(look, IN_FLIGHT) == 0);
+        eventually("the slot is free", || number(admin, IN_FLIGHT) == 0);
     });
 }
 
 #[test]
-fn a_renewal_without_a_reply_is_no_loss() {
+fn a_renewal_without_a_reply_loses_nothing() {
     let database = installed();
-    cut_at_each(&database, |cut, pool, look| {
+    cut_at_each(&database, |cut, pool, admin| {
         let slot = Semaphore::named("renewal", 1, HOUR).key(cut.key());
         let permit = wait(slot.acquire(pool)).unwrap();
-        told(cut.during(|| wait(permit.renew())));
+        unless_lost(cut.during(|| wait(permit.renew())));
         assert!(!permit.is_lost());
         wait(permit.release()).unwrap();
-        assert_eq!(number(look, IN_FLIGHT), 0);
+        assert_eq!(number(admin, IN_FLIGHT), 0);
     });
 }
 
@@ -130,8 +131,8 @@ fn a_throttle_is_granted_once_at_most() {
     let database = installed();
     cut_at_each(&database, |cut, pool, _| {
         let throttle = Throttle::named("cut", HOUR).key(cut.key());
-        let first = told(cut.during(|| wait(throttle.attempt(pool))));
-        // Sent twice, it would be denied by itself.
+        let first = unless_lost(cut.during(|| wait(throttle.attempt(pool))));
+        // An attempt that was sent twice would deny itself.
         assert!(first.as_ref().is_none_or(Decision::is_granted), "{first:?}");
         let second = wait(throttle.attempt(pool)).unwrap();
         assert!(first.is_none() || second.is_denied());
@@ -146,7 +147,7 @@ fn a_check_spends_once_at_most() {
         cut_at_each(&database, |cut, pool, _| {
             let limit = LIMIT.key(format!("{} {is_durable}", cut.key()));
             let limit = if is_durable { limit.durable() } else { limit };
-            let check = told(cut.during(|| wait(limit.check(pool))));
+            let check = unless_lost(cut.during(|| wait(limit.check(pool))));
             assert!(check.as_ref().is_none_or(Check::is_allowed), "{check:?}");
             let remaining = wait(limit.peek(pool)).unwrap().remaining;
             match check {
@@ -162,7 +163,8 @@ fn a_check_of_several_limits_spends_once_at_most_of_all_or_none() {
     let database = installed();
     cut_at_each(&database, |cut, pool, _| {
         let both = ["first", "second"].map(|which| LIMIT.key(format!("{} {which}", cut.key())));
-        let check = told(cut.during(|| wait(RateLimit::check_all(&[&both[0], &both[1]], pool))));
+        let check =
+            unless_lost(cut.during(|| wait(RateLimit::check_all(&[&both[0], &both[1]], pool))));
         assert!(check.as_ref().is_none_or(Check::is_allowed));
         let [first, second] = both.map(|limit| wait(limit.peek(pool)).unwrap().remaining);
         assert_eq!(first, second, "{}", cut.key());
@@ -174,10 +176,10 @@ fn a_check_of_several_limits_spends_once_at_most_of_all_or_none() {
 }
 
 #[test]
-fn what_is_done_once_has_one_effect() {
+fn work_of_once_has_one_effect() {
     let database = installed();
     run(&mut database.connect(), "CREATE TABLE effect (key text)");
-    cut_at_each(&database, |cut, pool, look| {
+    cut_at_each(&database, |cut, pool, admin| {
         let once = ONCE.key(cut.key());
         let insert = format!("INSERT INTO effect VALUES ('{}')", cut.key());
         let effect = || {
@@ -185,7 +187,7 @@ fn what_is_done_once_has_one_effect() {
                 wait(once.run(
                     conn,
                     work!(|conn| {
-                        // The work knows for itself what its statements return.
+                        // An error of the work's own statement, not of the crate's.
                         let inserted = reply!(execute(conn, &insert));
                         inserted.map_err(|_| Error::TimedOut)?;
                         Ok("done")
@@ -193,23 +195,23 @@ fn what_is_done_once_has_one_effect() {
                 ))
             })
         };
-        let first: Option<Done> = told(cut.during(effect));
+        let first: Option<Done> = unless_lost(cut.during(effect));
         assert!(first.as_ref().is_none_or(Done::is_first));
         let second = effect().unwrap();
         assert!(first.is_none() || !second.is_first());
         assert_eq!(second.bytes(), b"done");
         let effects = format!("(SELECT count(*) FROM effect WHERE key = '{}')", cut.key());
-        assert_eq!(number(look, &effects), 1, "{}", cut.key());
+        assert_eq!(number(admin, &effects), 1, "{}", cut.key());
     });
 }
 
 #[test]
-fn a_lock_whose_try_or_release_has_no_reply_is_free() {
+fn a_lock_whose_acquisition_or_release_has_no_reply_is_free() {
     let database = installed();
     cut_at_each(&database, |cut, pool, _| {
         let lock = AdvisoryLock::named("cut").key(cut.key());
         let mut observer = crate::support::Observer::of(&database);
-        if let Some(tried) = told(cut.during(|| wait(lock.try_acquire(pool)))) {
+        if let Some(tried) = unless_lost(cut.during(|| wait(lock.try_acquire(pool)))) {
             wait(tried.acquired().unwrap().release()).unwrap();
         }
         observer.assert_free(lock.lock_key());
@@ -225,25 +227,25 @@ fn a_lock_whose_try_or_release_has_no_reply_is_free() {
     });
 }
 
-/// Which of the two, the next begin tells.
+/// The next `begin` shows which of both.
 #[test]
-fn what_is_finished_without_a_reply_was_done_wholly_or_not_at_all() {
+fn a_finish_without_a_reply_has_committed_all_or_nothing() {
     let database = installed();
     run(&mut database.connect(), "CREATE TABLE effect (key text)");
-    cut_at_each(&database, |cut, pool, look| {
+    cut_at_each(&database, |cut, pool, admin| {
         use diesel_interlock::once::Begun;
         let (once, key) = (ONCE.key(cut.key()), cut.key());
         let insert = format!("INSERT INTO effect VALUES ('{key}')");
         let effects = format!("(SELECT count(*) FROM effect WHERE key = '{key}')");
         let finished = cut.during(|| {
-            let Begun::First(mut doing) = told(wait(once.begin(pool)))? else {
+            let Begun::First(mut doing) = unless_lost(wait(once.begin(pool)))? else {
                 panic!("nobody else has begun");
             };
             wait(execute(doing.conn(), &insert)).ok()?;
-            told(wait(doing.finish("first")))
+            unless_lost(wait(doing.finish("first")))
         });
         if finished.is_some() {
-            assert_eq!(number(look, &effects), 1, "{key}");
+            assert_eq!(number(admin, &effects), 1, "{key}");
         }
         // The server may not have noticed yet that the connection was cut.
         let next = loop {
@@ -256,12 +258,12 @@ fn what_is_finished_without_a_reply_was_done_wholly_or_not_at_all() {
             Begun::Before(bytes) => assert_eq!(bytes, b"first"),
             Begun::First(mut doing) => {
                 assert!(finished.is_none(), "{key}");
-                assert_eq!(number(look, &effects), 0, "{key}");
+                assert_eq!(number(admin, &effects), 0, "{key}");
                 wait(execute(doing.conn(), &insert)).unwrap();
                 wait(doing.finish("second")).unwrap();
             }
             Begun::Busy => unreachable!(),
         }
-        assert_eq!(number(look, &effects), 1, "{key}");
+        assert_eq!(number(admin, &effects), 1, "{key}");
     });
 }

@@ -1,4 +1,4 @@
-//! The exporter's numbers are those of the operations.
+//! The exporter's counters and gauges agree with the operations.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
@@ -18,13 +18,14 @@ use crate::support::{
 #[cfg(feature = "testing")]
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// What is dropped has two seconds for its reply, and so has not always the same outcome on a machine that pauses.
+/// A drop waits two seconds for its reply, and then counts as failed, so rounds are repeated on a
+/// machine that pauses.
 #[test]
 fn locks_are_counted_by_outcome() {
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 3);
-    once_at_least("all are counted", || {
+    once_at_least("all outcomes are counted", || {
         let name = fresh("counted lock");
         let (metrics, lock) = (Metrics(name), AdvisoryLock::named(name));
         for _ in 0..3 {
@@ -44,7 +45,7 @@ fn locks_are_counted_by_outcome() {
         let waited = wait(lock.acquire_timeout(&pool, Duration::from_secs(1)));
         assert_matches!(waited, Ok(Attempt::Busy) | Err(Error::TimedOut));
         drop(holder);
-        eventually("it is free", || {
+        eventually("the lock is free", || {
             Observer::of(&database).holders(lock.lock_key()) == 0
         });
         let shared = lock.shared();
@@ -143,14 +144,15 @@ fn a_local_limit_counts_calls_and_chunks() {
     assert_eq!(METRICS.operations("no chunk"), 1.0);
 }
 
-/// The end of what is dropped is noticed in two seconds, or called a failure.
+/// A drop that does not learn within two seconds that its session has ended counts as failed, so
+/// rounds are repeated.
 #[test]
 fn a_killed_session_is_counted_as_lost() {
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
     let mut observer = Observer::of(&database);
-    once_at_least("all are counted", || {
+    once_at_least("all outcomes are counted", || {
         let name = fresh("killed");
         let (metrics, lock) = (Metrics(name), AdvisoryLock::named(name));
         for _ in 0..2 {
@@ -173,8 +175,8 @@ fn the_gauge_of_held_locks_falls_on_every_way_out() {
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
-    // As above, for three of its ends.
-    once_at_least("all are counted", || {
+    // Three of the ways out are drops, so rounds are repeated here, too.
+    once_at_least("all outcomes are counted", || {
         let name = fresh("left");
         let (metrics, lock) = (Metrics(name), AdvisoryLock::named(name));
         let failed: Result<(), Error> = wait(lock.with(
@@ -198,7 +200,7 @@ fn the_gauge_of_held_locks_falls_on_every_way_out() {
         begin(guard.conn());
         assert_matches!(wait(guard.release()), Err(Error::TransactionLeftOpen(_)));
         assert_eq!(metrics.held(), 0.0);
-        // An aborted one: the release fails, or the transaction is rolled back before it.
+        // An aborted transaction: the release fails, or the transaction is rolled back before it.
         let mut guard = wait(lock.acquire(&pool)).unwrap();
         wait(execute(guard.conn(), "BEGIN")).unwrap();
         wait(execute(guard.conn(), "SELECT 1/0")).unwrap_err();
@@ -266,12 +268,12 @@ fn a_permit_counts_as_held_until_it_is_released_dropped_or_detached() {
 
 #[cfg(feature = "testing")] // whose timeouts may be short
 #[test]
-fn a_kept_permit_is_counted_as_lost_when_that_is_noticed_and_once() {
+fn a_kept_permit_is_counted_as_lost_once_as_soon_as_the_loss_is_noticed() {
     const METRICS: Metrics = Metrics("lost permit");
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
-    // Their losses are noticed after four seconds.
+    // The first renewals, which notice the losses, come after four seconds.
     let kept = Semaphore::named("lost permit", 2, crate::support::LEASE).keep_alive();
     let [released, dropped] = [(); 2].map(|()| wait(kept.acquire(&pool)).unwrap());
     for permit in [&released, &dropped] {
@@ -280,9 +282,10 @@ fn a_kept_permit_is_counted_as_lost_when_that_is_noticed_and_once() {
     for permit in [&released, &dropped] {
         assert!(wait(permit.wait_for_loss(Duration::from_secs(60))));
     }
-    eventually("they are counted while their holder goes on", || {
-        METRICS.lost() == 2.0
-    });
+    eventually(
+        "the losses are counted before the permits are released",
+        || METRICS.lost() == 2.0,
+    );
     assert_eq!(METRICS.held(), 0.0);
     wait(released.release()).unwrap_err();
     drop(dropped);
@@ -296,7 +299,7 @@ fn a_kept_permit_is_counted_as_lost_when_that_is_noticed_and_once() {
 }
 
 #[test]
-fn who_waits_is_seen() {
+fn the_gauge_of_waiters_counts_each_waiter() {
     const METRICS: Metrics = Metrics("awaited");
     static LOCK: AdvisoryLock = AdvisoryLock::named("awaited");
     let _ = exported();
@@ -312,7 +315,7 @@ fn who_waits_is_seen() {
             });
         }
         start.wait();
-        eventually("three wait", || METRICS.waiting() == 3.0);
+        eventually("three waiters are counted", || METRICS.waiting() == 3.0);
         assert_eq!((METRICS.waits(), METRICS.held()), (0.0, 0.0));
         drop(holder);
     });
@@ -321,7 +324,7 @@ fn who_waits_is_seen() {
 }
 
 #[test]
-fn a_failed_operation_is_counted_and_leaves_the_gauges() {
+fn a_failed_operation_is_counted_and_raises_no_gauge() {
     const METRICS: Metrics = Metrics("unreachable");
     static LOCK: AdvisoryLock = AdvisoryLock::named("unreachable");
     let _ = exported();

@@ -1,4 +1,4 @@
-//! The views and their rows, and how they compose.
+//! The views of the schema, their rows, and queries that compose them.
 
 use std::time::Duration;
 
@@ -33,8 +33,8 @@ fn wait_in_a_thread(mut conn: PgConnection, key: &LockKey) {
 #[test]
 fn a_lock_is_shown_with_its_number_and_its_holder() {
     let database = installed();
-    let look = &mut database.connect();
-    assert_eq!(Lock::all().load::<Lock>(look), Ok(Vec::new()));
+    let admin = &mut database.connect();
+    assert_eq!(Lock::all().load::<Lock>(admin), Ok(Vec::new()));
     for key in [
         LockKey::bigint(0),
         LockKey::bigint(-1),
@@ -50,14 +50,14 @@ fn a_lock_is_shown_with_its_number_and_its_holder() {
         let mut holder = named(&database, "web-1");
         assert!(foreign_try(&mut holder, &key));
         let pid = backend_pid(&mut holder);
-        let [seen]: [Lock; 1] = Lock::all().load(look).unwrap().try_into().unwrap();
+        let [seen]: [Lock; 1] = Lock::all().load(admin).unwrap().try_into().unwrap();
         let id = match (seen.number, seen.first, seen.second) {
             (Some(number), None, None) => LockId::BigInt(number),
             (None, Some(first), Some(second)) => LockId::Pair(first, second),
             other => panic!("{other:?}"),
         };
         assert_eq!(id, key.id().unwrap());
-        assert_eq!(Lock::of(&key).load(look), Ok(vec![seen.clone()]));
+        assert_eq!(Lock::of(&key).load(admin), Ok(vec![seen.clone()]));
         assert!(seen.is_held && !seen.is_shared && seen.blocked_by.is_empty());
         assert_eq!(
             (seen.pid, seen.application_name.as_str()),
@@ -67,7 +67,7 @@ fn a_lock_is_shown_with_its_number_and_its_holder() {
         assert_eq!((seen.transaction_since, seen.waiting_since), (None, None));
         drop(holder);
         eventually("the session has ended", || {
-            Lock::all().load::<Lock>(look).unwrap().is_empty()
+            Lock::all().load::<Lock>(admin).unwrap().is_empty()
         });
     }
 }
@@ -78,21 +78,21 @@ fn a_lock_of_a_prepared_transaction_is_shown_without_a_session() {
         .setting("max_prepared_transactions", "1")
         .start();
     let database = cluster.database();
-    let look = &mut database.connect();
-    install(look);
+    let admin = &mut database.connect();
+    install(admin);
     run(
-        look,
+        admin,
         "BEGIN; SELECT pg_advisory_xact_lock(1); PREPARE TRANSACTION 'forgotten'",
     );
-    let [seen]: [Lock; 1] = Lock::all().load(look).unwrap().try_into().unwrap();
+    let [seen]: [Lock; 1] = Lock::all().load(admin).unwrap().try_into().unwrap();
     assert!(seen.is_held);
     assert_eq!((seen.number, seen.pid, seen.state), (Some(1), None, None));
 }
 
 #[test]
-fn each_key_shows_its_own_holders_and_waiters_and_whom_they_wait_for() {
+fn each_key_shows_its_own_holders_and_waiters_and_who_blocks_them() {
     let database = installed();
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let keys = [
         LockKey::bigint(1),
         LockKey::pair(0, 1),
@@ -108,38 +108,38 @@ fn each_key_shows_its_own_holders_and_waiters_and_whom_they_wait_for() {
     }
     for (key, holder) in keys.iter().zip(&mut holders) {
         let all = || Lock::of(key).order(advisory_lock::is_held.desc());
-        eventually("there is a waiter, whose time is known", || {
-            let seen: Vec<Lock> = all().load(look).unwrap();
+        eventually("there is a waiter with the time of its wait", || {
+            let seen: Vec<Lock> = all().load(admin).unwrap();
             seen.len() == 2 && seen[1].waiting_since.is_some()
         });
-        let seen: Vec<Lock> = all().load(look).unwrap();
+        let seen: Vec<Lock> = all().load(admin).unwrap();
         let pid = backend_pid(holder);
         assert_eq!((seen[0].pid, seen[0].is_held), (Some(pid), true));
         assert_eq!((&seen[1].blocked_by, seen[1].is_held), (&vec![pid], false));
         assert!(seen[1].transaction_since.is_some());
     }
     assert_eq!(
-        Lock::of(&LockKey::bigint(2)).load::<Lock>(look),
+        Lock::of(&LockKey::bigint(2)).load::<Lock>(admin),
         Ok(Vec::new())
     );
     assert_eq!(
-        Lock::of(&LockKey::named("")).load::<Lock>(look),
+        Lock::of(&LockKey::named("")).load::<Lock>(admin),
         Ok(Vec::new())
     );
 }
 
 #[test]
-fn those_who_share_a_lock_are_all_shown() {
+fn all_sessions_that_share_a_lock_are_shown() {
     let database = installed();
     let pool = pool(&database, 2);
     let lock = AdvisoryLock::named("shared").shared();
     let guards = [(); 2].map(|()| wait(lock.acquire(&pool)).unwrap());
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let shared = Lock::of(lock.lock_key()).filter(advisory_lock::is_shared);
-    assert_eq!(shared.load::<Lock>(look).unwrap().len(), 2);
+    assert_eq!(shared.load::<Lock>(admin).unwrap().len(), 2);
     drop(guards);
     let mut observer = Observer::of(&database);
-    eventually("both are released", || observer.all_held() == 0);
+    eventually("both guards are released", || observer.all_held() == 0);
 }
 
 #[test]
@@ -157,24 +157,24 @@ fn slots_and_the_log_of_requests_are_shown() {
         .unwrap()
         .admitted()
         .unwrap();
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let expire =
         "UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE id =";
-    run(look, &format!("{expire} {}", crashed.fencing_token()));
+    run(admin, &format!("{expire} {}", crashed.fencing_token()));
 
-    let [slot]: [Slot; 1] = Slot::all().load(look).unwrap().try_into().unwrap();
+    let [slot]: [Slot; 1] = Slot::all().load(admin).unwrap().try_into().unwrap();
     assert_eq!(slot.service, "geocoder");
     assert!(slot.remaining.microseconds > 0 && slot.created_at < slot.expires_at);
     let of_service = || ServiceRequest::all().filter(service_request::service.eq("geocoder"));
-    let in_flight: Vec<ServiceRequest> = of_service().filter(is_in_flight()).load(look).unwrap();
+    let in_flight: Vec<ServiceRequest> = of_service().filter(is_in_flight()).load(admin).unwrap();
     assert_eq!(
         in_flight.iter().map(|it| it.id).collect::<Vec<_>>(),
         [slot.id]
     );
-    let timed_out: Vec<ServiceRequest> = of_service().filter(has_timed_out()).load(look).unwrap();
+    let timed_out: Vec<ServiceRequest> = of_service().filter(has_timed_out()).load(admin).unwrap();
     assert_eq!(timed_out.len(), 1);
     assert_eq!(timed_out[0].id, crashed.fencing_token());
-    assert_eq!(of_service().load::<ServiceRequest>(look).unwrap().len(), 3);
+    assert_eq!(of_service().load::<ServiceRequest>(admin).unwrap().len(), 3);
 }
 
 #[test]
@@ -193,9 +193,9 @@ fn throttles_of_both_kinds_are_shown_with_when_they_are_due() {
         let granted = wait(throttle.details("me").attempt(&pool)).unwrap();
         assert!(granted.is_granted());
     }
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let all = ThrottleState::all().order((throttle_state::name, throttle_state::key));
-    let all: Vec<ThrottleState> = all.load(look).unwrap();
+    let all: Vec<ThrottleState> = all.load(admin).unwrap();
     let seen: Vec<_> = all
         .iter()
         .map(|it| (&*it.name, &*it.key, it.is_resource, it.is_due))
@@ -215,7 +215,7 @@ fn throttles_of_both_kinds_are_shown_with_when_they_are_due() {
         assert_eq!((row.due_at, due.is_none()), (due, row.is_due));
         assert_eq!(row.details, if row.is_due { "" } else { "me" });
     }
-    let never: Vec<Row> = Row::all().load(look).unwrap();
+    let never: Vec<Row> = Row::all().load(admin).unwrap();
     let never = never.iter().filter(|row| row.last_locked.is_none());
     assert_eq!(never.count(), 1);
 }
@@ -228,9 +228,9 @@ fn limits_leaders_and_schedules_are_shown() {
         .key("a")
         .cost(3);
     assert!(wait(limit.check(&pool)).unwrap().is_allowed());
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let [key]: [RateLimitState; 1] = RateLimitState::all()
-        .load(look)
+        .load(admin)
         .unwrap()
         .try_into()
         .unwrap();
@@ -241,10 +241,10 @@ fn limits_leaders_and_schedules_are_shown() {
     assert!((0.7..=0.75).contains(&key.used) && key.spent_at < key.full_at);
 
     run(
-        look,
+        admin,
         r"SELECT resource_control.claim_service_request('leader a\ b\\c', 1, '1 h', 'web-1')",
     );
-    let [leader]: [Leadership; 1] = Leadership::all().load(look).unwrap().try_into().unwrap();
+    let [leader]: [Leadership; 1] = Leadership::all().load(admin).unwrap().try_into().unwrap();
     assert_eq!((&*leader.name, &*leader.holder), (r"a b\c", "web-1"));
     assert!(leader.since < leader.until);
 
@@ -262,9 +262,9 @@ fn limits_leaders_and_schedules_are_shown() {
         ),
     ] {
         let tick = if state == "new" { "NULL" } else { "now()" };
-        run(look, &format!("{row} ('{state}', {tick}, {rest})"));
+        run(admin, &format!("{row} ('{state}', {tick}, {rest})"));
     }
-    let schedules: Vec<ScheduleState> = ScheduleState::all().load(look).unwrap();
+    let schedules: Vec<ScheduleState> = ScheduleState::all().load(admin).unwrap();
     assert_eq!(schedules.len(), 6);
     for schedule in schedules {
         assert_eq!(schedule.name, schedule.state);
@@ -285,37 +285,37 @@ impl TableNotEqual<advisory_lock::table> for deployment::table {}
 #[test]
 fn views_are_filtered_grouped_and_joined_as_tables_are() {
     let database = installed();
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let keys = [1, 2, 3].map(LockKey::bigint);
     let mut holders = keys.each_ref().map(|key| foreign_holder(&database, key));
     let pid = backend_pid(&mut holders[0]);
     run(
-        look,
+        admin,
         &format!("CREATE TABLE deployment AS SELECT {pid} AS pid, 'v2' AS version"),
     );
 
     let joined: Vec<(Option<i64>, String)> = advisory_lock::table
         .inner_join(deployment::table.on(deployment::pid.nullable().eq(advisory_lock::pid)))
         .select((advisory_lock::number, deployment::version))
-        .load(look)
+        .load(admin)
         .unwrap();
     assert_eq!(joined, [(Some(1), "v2".to_owned())]);
 
     let held: i64 = Lock::all()
         .filter(advisory_lock::is_held.and(advisory_lock::number.gt(1)))
         .count()
-        .get_result(look)
+        .get_result(admin)
         .unwrap();
     assert_eq!(held, 2);
 
     run(
-        look,
+        admin,
         "SELECT resource_control.claim_service_request('a', 4, '1 h') FROM generate_series(1, 3)",
     );
     let by_service: Vec<(String, i64)> = slot_in_flight::table
         .group_by(slot_in_flight::service)
         .select((slot_in_flight::service, diesel::dsl::count_star()))
-        .load(look)
+        .load(admin)
         .unwrap();
     assert_eq!(by_service, [("a".to_owned(), 3)]);
 }

@@ -1,4 +1,4 @@
-//! What is done once has one effect, and all who ask for it get the same outcome.
+//! `Once::run`: the work of a key has one effect, and all callers get the same outcome.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
@@ -22,15 +22,15 @@ static CHARGE: Once = Once::named("charge");
 
 const EFFECT: &str = "INSERT INTO effect DEFAULT VALUES";
 const EFFECTS: &str = "(SELECT count(*) FROM effect)";
-/// Ends the session.
+/// SQL that ends its own session.
 const EXIT: &str = "SELECT pg_terminate_backend(pg_backend_pid())";
-/// The session whose work goes on.
+/// The pid of the session that holds the lock of `Once`, and so does the work.
 const HOLDER: &str =
     "(SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND database =
     (SELECT oid FROM pg_database WHERE datname = current_database()))";
 const DONE: &str = "(SELECT count(*) FROM resource_control.once)";
 
-/// A database with the schema, and a table for what the work does.
+/// A database with the schema, and a table for the effects of the work.
 fn database() -> Database {
     let database = installed();
     run(&mut database.connect(), "CREATE TABLE effect (id serial)");
@@ -56,12 +56,12 @@ fn charge(once: &Once, conn: &mut Conn, outcome: &str) -> Result<Done, Error> {
     ))
 }
 
-/// On a connection of the pool.
+/// Charges on a connection of the pool.
 fn charged(once: &Once, pool: &PgPool, outcome: &str) -> Result<Done, Error> {
     on_one(pool, |conn| charge(once, conn, outcome))
 }
 
-/// The same, and work that sends something more.
+/// Charges on a connection of the pool, with work that also sends `more`.
 fn charged_and(pool: &PgPool, more: &str) -> Result<Done, Error> {
     on_one(pool, |conn| {
         wait(CHARGE.run(
@@ -83,7 +83,8 @@ fn before(outcome: &str) -> Done {
     Done::Before(outcome.into())
 }
 
-/// Nothing was done, no transaction and no lock is left, and the next one does the work.
+/// Asserts that nothing was done, that no transaction and no lock is left, and that the next caller
+/// does the work.
 #[track_caller]
 fn assert_undone(once: &Once, pool: &PgPool, database: &Database) {
     let conn = &mut database.connect();
@@ -93,9 +94,10 @@ fn assert_undone(once: &Once, pool: &PgPool, database: &Database) {
     assert_eq!((number(conn, EFFECTS), number(conn, DONE)), (1, 1));
 }
 
-/// Its keys are the clients', who may find one that has the number of a name.
+/// Clients choose the keys of `Once`, and could find a key whose number is that of a named lock. So
+/// the lock is in the space of pairs.
 #[test]
-fn its_lock_is_a_pair() {
+fn the_lock_of_once_is_a_pair() {
     let database = database();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
@@ -147,7 +149,7 @@ fn a_repetition_gets_the_outcome_and_has_no_effect() {
 }
 
 #[test]
-fn of_ten_posts_at_once_one_has_an_effect_and_all_get_its_outcome() {
+fn of_ten_concurrent_calls_one_has_an_effect_and_all_get_its_outcome() {
     for level in ["read committed", "repeatable read", "serializable"] {
         let database = database();
         let conn = &mut database.connect();
@@ -181,7 +183,8 @@ fn of_ten_posts_at_once_one_has_an_effect_and_all_get_its_outcome() {
     }
 }
 
-/// Lets the first one end while a second one waits for it, and returns what the second one got.
+/// Lets a first call end by `ends` while a second call waits for it. Returns the outcome of the
+/// second call, and the number of effects.
 fn behind(ends: impl Fn(&mut Observer) -> Result<&'static str, Error> + Sync) -> (Done, i64) {
     let database = database();
     let pool = pool(&database, 2);
@@ -196,7 +199,7 @@ fn behind(ends: impl Fn(&mut Observer) -> Result<&'static str, Error> + Sync) ->
                         work!(|conn| {
                             reply!(execute(conn, EFFECT))?;
                             is_inside.wait();
-                            eventually("the second one waits", || observer.all_waiting() == 1);
+                            eventually("the second call waits", || observer.all_waiting() == 1);
                             ends(&mut observer)
                         }),
                     ));
@@ -212,12 +215,12 @@ fn behind(ends: impl Fn(&mut Observer) -> Result<&'static str, Error> + Sync) ->
 }
 
 #[test]
-fn a_second_one_waits_for_the_first_and_gets_its_outcome() {
+fn a_second_call_waits_for_the_first_and_gets_its_outcome() {
     assert_eq!(behind(|_| Ok("first")), (before("first"), 1));
 }
 
 #[test]
-fn behind_a_first_one_that_fails_the_second_one_does_it() {
+fn after_a_first_call_that_fails_the_second_call_does_the_work() {
     assert_eq!(behind(|_| Err(Error::TimedOut)), (first("second"), 1));
     assert_eq!(behind(|_| panic!("in the work")), (first("second"), 1));
     let killed = |observer: &mut Observer| {
@@ -371,7 +374,7 @@ fn the_work_and_its_mark_are_seen_together() {
 }
 
 #[test]
-fn names_and_keys_are_apart() {
+fn different_names_and_keys_do_not_collide() {
     let database = database();
     let pool = pool(&database, 1);
     let all = [
@@ -395,9 +398,9 @@ fn names_and_keys_are_apart() {
     }
 }
 
-/// Half of the tries fail, and half of these end their session.
+/// Half of the calls fail, and half of these end their session.
 #[test]
-fn however_often_it_fails_each_key_has_one_effect_and_one_outcome() {
+fn however_often_the_work_fails_each_key_has_one_effect_and_one_outcome() {
     const KEYS: usize = 30;
     const WORKS: [&str; 4] = ["SELECT 1", "SELECT 1/0", EXIT, "SELECT 1"];
     let database = database();
@@ -441,7 +444,7 @@ fn however_often_it_fails_each_key_has_one_effect_and_one_outcome() {
 }
 
 #[test]
-fn what_is_old_is_forgotten() {
+fn old_outcomes_are_pruned() {
     let database = database();
     let pool = pool(&database, 1);
     let conn = &mut database.connect();
@@ -455,7 +458,7 @@ fn what_is_old_is_forgotten() {
         "UPDATE resource_control.once SET done_at = done_at - interval '1 hour' WHERE key < '2';
         INSERT INTO resource_control.once SELECT 'many', k, '', '2026-01-01' FROM generate_series(1, 10000) AS k",
     );
-    // What another transaction has is skipped.
+    // A row that another transaction has locked is skipped.
     run(
         conn,
         "BEGIN; SELECT FROM resource_control.once WHERE name = 'charge' AND key = '1' FOR UPDATE",
@@ -497,7 +500,7 @@ fn bad_input_is_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn inside_a_transaction_it_is_an_error() {
+fn inside_a_transaction_a_run_is_an_error() {
     let database = database();
     let pool = pool(&database, 1);
     on_one(&pool, |conn| {
@@ -518,7 +521,7 @@ fn inside_a_transaction_it_is_an_error() {
 }
 
 #[test]
-fn inside_a_transaction_of_plain_sql_it_is_an_error() {
+fn inside_a_transaction_of_plain_sql_a_run_is_an_error() {
     let database = database();
     let mut pool = pool(&database, 1);
     for before in [EFFECT, "SAVEPOINT one"] {
@@ -560,7 +563,7 @@ fn a_session_that_ends_in_the_work_or_in_the_commit_is_reported_as_such() {
 }
 
 #[test]
-fn without_the_schema_that_is_the_error() {
+fn a_missing_schema_is_an_error_of_its_own() {
     let database = Database::new();
     let pool = pool(&database, 1);
     assert_matches!(charged(&CHARGE, &pool, "done"), Err(Error::NotInstalled));
@@ -585,7 +588,8 @@ fn a_session_that_has_ended_is_reported_as_such() {
     });
 }
 
-/// A call may be sent while the first one still works, and get the lock after that one has committed.
+/// The statement that takes the lock may begin before the first call commits. Its snapshot is then
+/// too old to show the outcome, so the outcome is read by a new snapshot.
 #[test]
 fn the_outcome_is_read_after_the_lock_was_granted() {
     let database = database();
@@ -603,7 +607,9 @@ fn the_outcome_is_read_after_the_lock_was_granted() {
                 &format!("({granted} SELECT {outcome} FROM granted)"),
             )
         });
-        eventually("it waits", || observer.all_waiting() == 1);
+        eventually("the statement waits for the lock", || {
+            observer.all_waiting() == 1
+        });
         run(
             holder,
             "INSERT INTO resource_control.once VALUES ('charge', '7', 'done'); COMMIT",
@@ -623,20 +629,25 @@ fn a_timeout_of_the_session_ends_a_wait() {
          FROM resource_control.lock_key('once charge ') AS number",
     );
     for setting in ["lock_timeout", "statement_timeout"] {
-        // Each on a session of its own, in which a slow machine may not even reset the timeout.
+        // A session for each setting, because on a slow machine even resetting the timeout may time
+        // out.
         on_one(&crate::half::pool(&database, 1), |conn| {
             wait(execute(conn, &format!("SET {setting} = '20ms'"))).unwrap();
             let waited = charge(&CHARGE, conn, "done");
             assert_matches!(waited, Err(Error::Database(_)));
         });
     }
-    assert_eq!(Observer::of(&database).all_held(), 1, "that of the holder");
+    assert_eq!(
+        Observer::of(&database).all_held(),
+        1,
+        "only the holder's lock"
+    );
     run(holder, "COMMIT");
     assert_undone(&CHARGE, &pool, &database);
 }
 
 #[test]
-fn on_a_standby_it_is_an_error() {
+fn on_a_standby_a_run_is_an_error() {
     let cluster = Cluster::start();
     install(&mut cluster.endpoint("postgres").connect());
     let standby = cluster.standby();
@@ -644,7 +655,7 @@ fn on_a_standby_it_is_an_error() {
     assert_matches!(charged(&CHARGE, &pool, "done"), Err(Error::Standby));
 }
 
-/// They do not take all connections to wait for the one that is at work.
+/// The duplicates do not occupy the connections of the pool while the first call works.
 #[test]
 fn of_fifty_twins_one_runs_and_all_others_are_busy_at_once() {
     const TWINS: usize = 50;
@@ -658,8 +669,13 @@ fn of_fifty_twins_one_runs_and_all_others_are_busy_at_once() {
                 conn,
                 work!(|conn| {
                     reply!(execute(conn, EFFECT))?;
-                    assert!(!is_inside.swap(true, Ordering::SeqCst), "two run");
-                    eventually("all others are served", || may_end.load(Ordering::SeqCst));
+                    assert!(
+                        !is_inside.swap(true, Ordering::SeqCst),
+                        "two callers do the work"
+                    );
+                    eventually("all other callers have an outcome", || {
+                        may_end.load(Ordering::SeqCst)
+                    });
                     Ok("done")
                 }),
             ))
@@ -678,10 +694,10 @@ fn of_fifty_twins_one_runs_and_all_others_are_busy_at_once() {
                 })
             })
             .collect();
-        eventually("all others are busy", || {
+        eventually("all other callers are busy", || {
             busy.load(Ordering::SeqCst) == TWINS - 1
         });
-        // The others of its connections serve others meanwhile.
+        // Meanwhile the other connections of the pool serve other calls.
         for _ in 0..10 {
             wait(on_first(&pool, "SELECT 1")).unwrap();
         }
@@ -725,7 +741,7 @@ fn another_request_with_the_same_key_is_refused() {
                 before("done")
             );
         }
-        // Who gives none gets the outcome.
+        // A call without a fingerprint gets the outcome.
         assert_eq!(charged_for(None, key, &pool).unwrap(), before("done"));
     }
     assert_eq!(number(conn, EFFECTS), 3);
@@ -747,7 +763,7 @@ fn where_no_fingerprint_was_stored_nothing_is_compared() {
     assert_eq!(number(&mut database.connect(), none), 1);
 }
 
-/// It stores nothing, so that the right request may come afterwards.
+/// Failed work stores no fingerprint, so that another request may succeed under the key afterwards.
 #[test]
 fn the_fingerprint_of_work_that_fails_is_forgotten() {
     let database = database();

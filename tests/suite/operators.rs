@@ -1,7 +1,8 @@
-//! No statement of the crate refers to an operator that somebody else may create.
+//! No statement of the crate uses an operator that another role may have created.
 //!
 //! PostgreSQL looks in the whole search path for an operator that `pg_catalog` does not have for
-//! exactly these types, so a role that may create operators in `public` would run code as the service.
+//! exactly these types, so a role that may create operators in `public` would run code as the
+//! service.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
@@ -25,7 +26,7 @@ use crate::support::{Own, Step, eventually, foreign_holder, install, run};
 const HOUR: Duration = Duration::from_secs(3600);
 const MOMENT: Duration = Duration::from_millis(100);
 
-/// Repeats a wait whose deadline came before the reply to its first try.
+/// Repeats a wait until its first try has a reply before the deadline.
 fn replied<T>(mut wait: impl FnMut() -> Result<T>) -> T {
     loop {
         match wait() {
@@ -47,12 +48,13 @@ fn with_operators() -> (Cluster, Database) {
     (cluster, database)
 }
 
-/// Does each of the things, and tells which operators were found meanwhile, whatever came of them.
+/// Calls each of the operations, whether or not it succeeds. Fails if a statement has used one of
+/// the traps.
 #[track_caller]
-fn assert_none_found(cluster: &Cluster, things: &[(&str, &dyn Fn())]) {
-    let failed: Vec<_> = things
+fn assert_none_found(cluster: &Cluster, operations: &[(&str, &dyn Fn())]) {
+    let failed: Vec<_> = operations
         .iter()
-        .filter(|(_, thing)| catch_unwind(AssertUnwindSafe(thing)).is_err())
+        .filter(|(_, operation)| catch_unwind(AssertUnwindSafe(operation)).is_err())
         .map(|(name, _)| name)
         .collect();
     let found = cluster.found_operators();
@@ -61,7 +63,7 @@ fn assert_none_found(cluster: &Cluster, things: &[(&str, &dyn Fn())]) {
 }
 
 #[test]
-fn a_statement_that_mixes_types_is_found() {
+fn the_traps_find_a_statement_that_mixes_types() {
     let (cluster, database) = with_operators();
     let conn = &mut database.connect();
     for (mixed, plain) in [
@@ -91,7 +93,7 @@ fn a_statement_that_mixes_types_is_found() {
 }
 
 #[test]
-fn an_installation_refers_to_no_operator_of_others() {
+fn an_installation_uses_no_operator_of_another_role() {
     if Command::new("psql").arg("--version").output().is_err() {
         eprintln!("no psql here: not tried");
         return;
@@ -126,7 +128,7 @@ fn an_installation_refers_to_no_operator_of_others() {
             &mut database.connect(),
             "DELETE FROM resource_control.installed_migration",
         );
-        // The types of the schema have operators, too, from now on.
+        // The types of the schema exist now: create traps for them, too.
         database.set_operators();
     };
     run(
@@ -162,7 +164,7 @@ fn an_installation_refers_to_no_operator_of_others() {
 }
 
 #[test]
-fn no_operation_refers_to_an_operator_of_others() {
+fn no_operation_uses_an_operator_of_another_role() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("lock");
     static BUSY: AdvisoryLock = AdvisoryLock::named("busy");
     static LIMIT: RateLimit = RateLimit::named("limit", Quota::per_day(4));
@@ -313,7 +315,9 @@ fn no_operation_refers_to_an_operator_of_others() {
                     &pool,
                     |_| {},
                     || {
-                        eventually("it leads", || wait(LEADS.current(&pool)).unwrap().is_some());
+                        eventually("the instance leads", || {
+                            wait(LEADS.current(&pool)).unwrap().is_some()
+                        });
                     },
                 );
             }),
@@ -331,7 +335,7 @@ fn no_operation_refers_to_an_operator_of_others() {
                     );
                 }
                 while_it_runs(&REPORT, &pool, &every(HOUR), &|_| false, || {
-                    eventually("it has run", || {
+                    eventually("the schedule has run", || {
                         let mut conn = database.connect();
                         run(&mut conn, "SET search_path = pg_catalog, pg_temp");
                         let state = ScheduleState::all().load(&mut conn).unwrap();
@@ -375,7 +379,7 @@ fn no_operation_refers_to_an_operator_of_others() {
                             done.unwrap();
                         });
                     });
-                    eventually("it waits", || {
+                    eventually("the lock is awaited", || {
                         let mut look = database.connect();
                         run(&mut look, "SET search_path = pg_catalog, pg_temp");
                         let all = Lock::of(waited.lock_key()).load(&mut look).unwrap();

@@ -1,4 +1,4 @@
-//! What is logged while the database is away: once, and only what no caller gets as an error.
+//! During an outage of the database, an error that no caller gets is logged, once for each outage.
 #![cfg(feature = "testing")] // whose leases may be short
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -24,7 +24,7 @@ fn nothing() -> Result<()> {
 }
 
 #[test]
-fn an_error_that_is_returned_is_no_warning() {
+fn an_error_that_is_returned_is_not_logged_as_a_warning() {
     const NAME: &str = "away, and returned";
     let log = Log::of(NAME);
     let database = installed();
@@ -64,17 +64,17 @@ fn an_error_that_is_returned_is_no_warning() {
     assert_eq!(log.count("release: failed"), 1);
 }
 
-/// The table of the elections is away, and there again.
+/// An outage for elections: their table is gone, and comes back.
 const AWAY: &str = "ALTER TABLE resource_control.service_request RENAME TO elsewhere";
 const THERE: &str = "ALTER TABLE resource_control.elsewhere RENAME TO service_request";
 
-/// A term of less than seconds may also be lost, and a try fail, because the machine pauses.
+/// A pause of the machine may also end such a short term, or fail a try, so rounds are repeated.
 #[test]
-fn a_campaign_warns_once_until_it_goes_well_again() {
+fn an_election_logs_one_warning_for_each_outage() {
     let database = installed();
     let (pool, conn) = (pool(&database, 2), &mut database.connect());
     once_at_least(
-        "it warns of two outages, and of the term between them",
+        "two outages and the loss of the term between them are logged",
         || {
             let name = fresh("away, and stands again");
             let log = Log::of(name);
@@ -85,7 +85,7 @@ fn a_campaign_warns_once_until_it_goes_well_again() {
             };
             let fails = |more| {
                 let before = log.count("lead: failed");
-                eventually("it has failed several times", || {
+                eventually("several tries have failed", || {
                     log.count("lead: failed") >= before + more
                 });
             };
@@ -93,13 +93,15 @@ fn a_campaign_warns_once_until_it_goes_well_again() {
             while_it_leads(&leader, &pool, elected, || {
                 fails(4);
                 run(conn, THERE);
-                eventually("it leads", || terms.load(Ordering::SeqCst) > 0);
+                eventually("the instance leads", || terms.load(Ordering::SeqCst) > 0);
 
-                // Its term ends, and it stands again.
+                // The term ends, and the instance is a candidate again.
                 run(conn, AWAY);
                 fails(4);
                 run(conn, THERE);
-                eventually("it leads again", || terms.load(Ordering::SeqCst) > 1);
+                eventually("the instance leads again", || {
+                    terms.load(Ordering::SeqCst) > 1
+                });
             });
             let warnings = log.warnings();
             let is_of_a_term = |warning: &str| warning.ends_with(": deposed");
@@ -109,17 +111,17 @@ fn a_campaign_warns_once_until_it_goes_well_again() {
     );
 }
 
-/// A look may also fail because the machine pauses, and that is an outage of its own.
+/// A pause of the machine may also fail a look, which is logged as another outage, so rounds are
+/// repeated.
 #[test]
-fn a_schedule_warns_once_until_it_goes_well_again() {
+fn a_schedule_logs_one_warning_for_each_outage() {
     let database = installed();
     let (pool, conn) = (pool(&database, 2), &mut database.connect());
-    once_at_least("it warns of two outages", || {
+    once_at_least("two outages are logged", || {
         let name = fresh("away, and looks again");
         let log = Log::of(name);
         let schedule = Schedule::named(name);
-        // A run pauses the schedule, so a tick runs when the test says so, and a look comes soon in
-        // any case.
+        // Each run pauses the schedule, so that the next tick runs only when the test resumes it.
         let runs = AtomicUsize::new(0);
         let pauses = Mutex::new(database.connect());
         let next = every(Duration::from_millis(200));
@@ -136,7 +138,7 @@ fn a_schedule_warns_once_until_it_goes_well_again() {
                 conn,
                 "UPDATE resource_control.schedule SET paused_at = NULL",
             );
-            eventually("it has run", || log.count("run: done") == times);
+            eventually("the schedule has run", || log.count("run: done") == times);
             assert_eq!(runs.load(Ordering::SeqCst), times);
         };
         let mut warnings = Vec::new();
@@ -147,7 +149,7 @@ fn a_schedule_warns_once_until_it_goes_well_again() {
                     conn,
                     "ALTER TABLE resource_control.schedule RENAME TO elsewhere",
                 );
-                eventually("it has failed several times", || {
+                eventually("several tries have failed", || {
                     log.count("run: failed") >= 3 * times
                 });
                 warnings.push(log.warnings().len());
@@ -163,30 +165,34 @@ fn a_schedule_warns_once_until_it_goes_well_again() {
 }
 
 #[test]
-fn a_run_and_a_permit_that_are_lost_are_a_warning_each() {
+fn the_losses_of_a_run_and_of_a_permit_are_logged_once_each() {
     const SCHEDULE: &str = "a lost run";
     const PERMIT: &str = "a lost permit";
     let [of_schedule, of_permit] = [SCHEDULE, PERMIT].map(Log::of);
     let database = installed();
     let (pool, conn) = (pool(&database, 4), &mut database.connect());
-    // Their losses are noticed after four seconds.
+    // The first renewals, which notice the losses, come after four seconds.
     let schedule = Schedule::named(SCHEDULE).after_crash(LEASE, 3);
     let semaphore = Semaphore::named(PERMIT, 1, LEASE).keep_alive();
     let attempts = AtomicUsize::new(0);
     let work = |attempt| {
-        // The first run lasts until it is lost.
+        // The first run lasts until its lease is lost.
         attempts.fetch_max(attempt, Ordering::SeqCst) == 0
     };
     let permit = wait(semaphore.acquire(&pool)).unwrap();
     let next = every(Duration::from_millis(200));
     while_it_runs(&schedule, &pool, &next, &work, || {
-        eventually("it runs", || attempts.load(Ordering::SeqCst) == 1);
+        eventually("the first attempt runs", || {
+            attempts.load(Ordering::SeqCst) == 1
+        });
         run(
             conn,
             "UPDATE resource_control.schedule SET expires_at = clock_timestamp();
             UPDATE resource_control.service_request SET expires_at = clock_timestamp()",
         );
-        eventually("it runs again", || attempts.load(Ordering::SeqCst) == 2);
+        eventually("the second attempt runs", || {
+            attempts.load(Ordering::SeqCst) == 2
+        });
     });
     assert!(wait(permit.wait_for_loss(HOUR)) && permit.is_lost());
     assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
@@ -197,12 +203,13 @@ fn a_run_and_a_permit_that_are_lost_are_a_warning_each() {
     assert!(of_schedule[0].ends_with(": lost"));
 }
 
-/// Each would wait for as long as the pool does. One that comes too late asks for itself.
+/// Otherwise each of them would wait for the timeout of the pool in turn. A caller that comes after
+/// the failure asks for itself, so rounds are repeated.
 #[test]
-fn those_who_wait_for_a_chunk_of_a_database_that_is_away_do_not_ask_for_themselves() {
+fn callers_that_wait_for_a_chunk_in_an_outage_do_not_ask_for_themselves() {
     let database = installed();
     let pool = make_pool(&database.url(), 1, Duration::from_secs(2));
-    once_at_least("one of eight asks", || {
+    once_at_least("one of eight callers asks the database", || {
         let name = fresh("away, and asked once");
         let log = Log::of(name);
         let local = RateLimit::named(name, Quota::per_day(100)).local(pool.clone(), 10);

@@ -1,4 +1,4 @@
-//! An application's own migrations, of which each runs once.
+//! An application's own migrations: each runs once, on whichever instance is first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
@@ -33,7 +33,8 @@ fn assert_free(database: &Database) {
     eventually("nothing is held", || observer.all_held() == 0);
 }
 
-/// A migration without a transaction builds an index, for which no transaction of a waiter may be open.
+/// One of the migrations builds an index concurrently, which waits for all open transactions. So no
+/// instance that waits may have one.
 #[test]
 fn twenty_instances_run_each_migration_once() {
     let database = Database::new();
@@ -59,7 +60,7 @@ fn twenty_instances_run_each_migration_once() {
 }
 
 #[test]
-fn an_index_is_built_beside_instances_that_wait_for_the_lock() {
+fn an_index_is_built_concurrently_while_other_instances_wait_for_the_lock() {
     const INDEX: Own = Own(&[
         (
             "1_wait",
@@ -78,9 +79,10 @@ fn an_index_is_built_beside_instances_that_wait_for_the_lock() {
     std::thread::scope(|scope| {
         let instance = || run_pending(&database.url(), INDEX).unwrap().len();
         let all: Vec<_> = (0..4).map(|_| scope.spawn(instance)).collect();
-        eventually("one holds the lock, and others were refused", || {
-            observer.holders(&LOCK) == 1 && observer.have_tried() > 0
-        });
+        eventually(
+            "one instance holds the lock, and others were refused",
+            || observer.holders(&LOCK) == 1 && observer.have_tried() > 0,
+        );
         run(observer.conn(), "CREATE TABLE go_on ()");
         let ran: usize = all.into_iter().map(|one| one.join().unwrap()).sum();
         assert_eq!(ran, 3);
@@ -89,7 +91,7 @@ fn an_index_is_built_beside_instances_that_wait_for_the_lock() {
 }
 
 #[test]
-fn the_versions_that_ran_are_returned_and_then_none() {
+fn a_first_call_returns_the_versions_that_ran_and_a_second_one_none() {
     let database = Database::new();
     assert_eq!(run_pending(&database.url(), USERS).unwrap(), VERSIONS);
     assert!(run_pending(&database.url(), USERS).unwrap().is_empty());
@@ -201,7 +203,7 @@ fn the_role_of_a_second_service_migrates_a_schema_of_its_own() {
 }
 
 #[test]
-fn a_role_that_may_only_read_diesels_table_finds_nothing_pending() {
+fn for_a_role_that_may_only_read_diesels_table_nothing_is_pending() {
     let database = Database::new();
     let role = Role::new(&database);
     wait(migrations::install(&pool(&database, 1))).unwrap();
@@ -219,13 +221,15 @@ fn a_role_that_may_only_read_diesels_table_finds_nothing_pending() {
 }
 
 #[test]
-fn those_who_wait_run_what_the_holder_has_not_run() {
+fn an_instance_that_waits_runs_what_the_holder_has_not_run() {
     let database = Database::new();
     let mut holder = foreign_holder(&database, &LOCK);
     let mut observer = Observer::of(&database);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| run_pending(&database.url(), USERS).unwrap());
-        eventually("it was refused", || observer.have_tried() > 0);
+        eventually("the instance was refused the lock", || {
+            observer.have_tried() > 0
+        });
         assert_eq!(
             number(
                 observer.conn(),

@@ -1,4 +1,5 @@
-//! The ways out of a permit: releases, drops, errors, panics, and a pool or a server that is away meanwhile.
+//! The ways out of a permit: releases, drops, errors, panics, also while the pool is exhausted or
+//! the server is down.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -32,10 +33,10 @@ fn in_flight(conn: &mut diesel::PgConnection) -> i64 {
 }
 
 #[test]
-fn work_is_done_under_a_permit_that_every_way_out_releases() {
+fn every_way_out_of_the_work_releases_its_permit() {
     let database = installed();
     let pool = pool(&database, 1);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let value = wait(ONE.with(
         &pool,
         work!(|permit| {
@@ -44,18 +45,18 @@ fn work_is_done_under_a_permit_that_every_way_out_releases() {
         }),
     ));
     assert_eq!(value.unwrap(), 7);
-    assert_eq!(in_flight(look), 0);
+    assert_eq!(in_flight(admin), 0);
 
     let admission = wait(ONE.try_acquire(&pool)).unwrap();
     let run_out = wait(admission.run(work!(|_permit| Err::<(), _>(Error::TimedOut))));
     assert_matches!(run_out, Err(Error::TimedOut));
-    assert_after_drop("an error releases it", || in_flight(look) == 0);
+    assert_after_drop("an error releases it", || in_flight(admin) == 0);
 
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         wait(ONE.with(&pool, work!(|_permit| panics())))
     }));
     assert!(panicked.is_err());
-    assert_after_drop("a panic releases it", || in_flight(look) == 0);
+    assert_after_drop("a panic releases it", || in_flight(admin) == 0);
 
     let _held = taken(&ONE, &pool);
     let admission = wait(ONE.try_acquire(&pool)).unwrap();
@@ -64,10 +65,10 @@ fn work_is_done_under_a_permit_that_every_way_out_releases() {
 }
 
 #[test]
-fn work_that_outlasted_its_permit_is_an_error() {
+fn work_that_outlasts_its_permit_is_an_error() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let outcome = wait(ONE.with(
         &pool,
         work!(|_permit| {
@@ -78,7 +79,7 @@ fn work_that_outlasted_its_permit_is_an_error() {
         }),
     ));
     assert_matches!(outcome, Err(Error::PermitLost(_)));
-    assert_eq!(in_flight(look), 0);
+    assert_eq!(in_flight(admin), 0);
 }
 
 #[test]
@@ -91,7 +92,7 @@ fn a_permit_is_released_from_another_thread() {
 }
 
 #[test]
-fn a_permit_believes_in_its_slot_for_less_long_than_the_database() {
+fn a_permit_expires_for_its_holder_before_it_expires_in_the_database() {
     let database = installed();
     let pool = pool(&database, 1);
     for (timeout, margin) in [(MINUTE, 1000), (Duration::from_secs(8), 800)] {
@@ -103,11 +104,11 @@ fn a_permit_believes_in_its_slot_for_less_long_than_the_database() {
 }
 
 #[test]
-fn a_renewal_lets_a_permit_remain_longer() {
+fn a_renewal_extends_a_permit() {
     let database = installed();
     let pool = pool(&database, 1);
     let permit = taken(&ONE, &pool);
-    // Unless the renewal takes longer than the permit is old.
+    // Repeated, because a renewal may take longer than the permit has existed.
     eventually("a renewal has lengthened it", || {
         let before = permit.remaining();
         wait(permit.renew()).unwrap();
@@ -115,46 +116,47 @@ fn a_renewal_lets_a_permit_remain_longer() {
     });
 }
 
-/// Nobody else could have the slot, for nothing.
+/// The holder of a lost permit has stopped, so a longer request would only keep the slot from
+/// others.
 #[test]
-fn a_permit_that_is_lost_is_not_extended() {
+fn a_lost_permit_is_not_renewed() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let short = Semaphore::named("short", 1, Duration::from_millis(300));
     let permit = taken(&short, &pool);
-    // So that the database would renew it.
+    // The request has not expired in the database, which would still renew it.
     run(
-        look,
+        admin,
         "UPDATE resource_control.service_request SET expires_at = expires_at + interval '1 hour'",
     );
     let expiry =
         "(SELECT date_part('epoch', expires_at) * 1000000 FROM resource_control.service_request)";
-    let before = number(look, expiry);
-    eventually("its time is over", || permit.remaining().is_zero());
+    let before = number(admin, expiry);
+    eventually("the permit has expired", || permit.remaining().is_zero());
     let sent = proxy.count(|| {
         for _ in 0..2 {
             assert_matches!(wait(permit.renew()), Err(Error::PermitLost(_)));
         }
     });
-    assert_eq!((sent, number(look, expiry)), (0, before));
+    assert_eq!((sent, number(admin, expiry)), (0, before));
     drop(permit);
-    eventually("it is released", || in_flight(look) == 0);
+    eventually("the slot is free", || in_flight(admin) == 0);
 }
 
 #[test]
 fn permits_that_are_dropped_while_the_pool_is_exhausted_are_released_later() {
     let database = installed();
     let pool = pool(&database, 1);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let many = Semaphore::named("many", 100, MINUTE);
     let permits: Vec<_> = (0..100).map(|_| taken(&many, &pool)).collect();
     on_one(&pool, |_| {
         drop(permits);
-        assert_eq!(in_flight(look), 100);
+        assert_eq!(in_flight(admin), 100);
     });
-    eventually("they are released", || in_flight(look) == 0);
+    eventually("the slots are free", || in_flight(admin) == 0);
     wait(taken(&many, &pool).release()).unwrap();
 }
 
@@ -162,7 +164,7 @@ fn permits_that_are_dropped_while_the_pool_is_exhausted_are_released_later() {
 fn a_release_gets_through_a_pool_that_is_never_idle() {
     let database = installed();
     let pool = pool(&database, 1);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let permit = taken(&ONE, &pool);
     let is_over = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -171,14 +173,14 @@ fn a_release_gets_through_a_pool_that_is_never_idle() {
                 while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
                     wait(on_first(&pool, "SELECT pg_sleep(0.005)")).unwrap();
                     if IS_ASYNC {
-                        // bb8 serves a caller that comes again at once before those that wait.
+                        // bb8 serves a caller that returns at once before those that wait.
                         std::thread::sleep(Duration::from_millis(1));
                     }
                 }
             });
         }
         drop(permit);
-        eventually("it is released", || in_flight(look) == 0);
+        eventually("the slot is free", || in_flight(admin) == 0);
         is_over.store(true, std::sync::atomic::Ordering::Relaxed);
     });
 }
@@ -198,24 +200,24 @@ fn a_release_waits_for_a_server_that_is_down() {
     let error = wait(released.release()).unwrap_err();
     assert!(error.is_unavailable(), "{error}");
     cluster.start_again();
-    let look = &mut database.connect();
-    eventually("both are released", || in_flight(look) == 0);
+    let admin = &mut database.connect();
+    eventually("both slots are free", || in_flight(admin) == 0);
 }
 
 #[test]
-fn a_release_follows_where_the_network_was_severed() {
+fn a_release_over_a_severed_connection_is_repeated_over_another() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
     let permit = taken(&ONE, &pool);
     proxy.sever();
     drop(permit);
-    let look = &mut database.connect();
-    eventually("it is released", || in_flight(look) == 0);
+    let admin = &mut database.connect();
+    eventually("the slot is free", || in_flight(admin) == 0);
 }
 
 #[test]
-fn what_is_done_on_a_connection_with_a_transaction_left_open_does_not_count() {
+fn on_a_connection_with_an_open_transaction_a_claim_is_refused_and_a_release_is_repeated() {
     if IS_ASYNC {
         return; // diesel-async does not see it
     }
@@ -228,5 +230,7 @@ fn what_is_done_on_a_connection_with_a_transaction_left_open_does_not_count() {
     let permit = taken(&ONE, &pool);
     wait(on_first(&pool, "BEGIN")).unwrap();
     drop(permit);
-    eventually("it is released", || in_flight(&mut database.connect()) == 0);
+    eventually("the slot is free", || {
+        in_flight(&mut database.connect()) == 0
+    });
 }

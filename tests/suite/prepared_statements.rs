@@ -19,7 +19,7 @@ static LOCK: AdvisoryLock = AdvisoryLock::named("prepared");
 static ONCE: Once = Once::named("prepared");
 static LIMIT: RateLimit = RateLimit::named("prepared", Quota::per_day(24).burst(1000));
 
-/// Locks of all kinds, which are not the same number for each key.
+/// Several locks of all kinds. How many there are depends on the key.
 fn several(key: usize) -> AdvisoryLock {
     let all: Vec<_> = (0..2 + key % 9)
         .map(|place| {
@@ -41,7 +41,7 @@ fn with_a_guard(mut guard: AdvisoryLockGuard, key: usize) {
     }
 }
 
-/// Waits on the server for a lock that another session gives up then.
+/// Waits on the server for a lock, which `holder` gives up as soon as the wait has begun.
 fn waited_for(
     lock: &AdvisoryLock,
     busy: &LockKey,
@@ -51,19 +51,23 @@ fn waited_for(
 ) {
     thread::scope(|scope| {
         let waiting = scope.spawn(|| wait(wait(lock.acquire(pool)).unwrap().release()).unwrap());
-        eventually("it waits on the server", || observer.waiters(busy) == 1);
+        eventually("the lock is awaited on the server", || {
+            observer.waiters(busy) == 1
+        });
         drop(holder);
         waiting.join().unwrap();
     });
 }
 
 #[test]
-fn keys_and_numbers_of_things_do_not_add_to_them() {
-    // What is dropped or cut off has two seconds for its reply, or its session is replaced.
-    once_at_least("the same sessions do all", do_everything);
+fn neither_keys_nor_numbers_of_locks_add_prepared_statements() {
+    // A reply that takes longer than two seconds after a drop costs the session, so rounds are
+    // repeated.
+    once_at_least("no session is replaced", do_everything);
 }
 
-/// Does all that can be done with many keys and numbers, and returns whether the sessions are still the same.
+/// Calls every operation with many keys and numbers of locks. Asserts that the sessions prepare
+/// nothing new after the first calls, and returns whether they are still the same sessions.
 fn do_everything() -> bool {
     let database = installed();
     let pool = pool(&database, 2);
@@ -92,7 +96,7 @@ fn do_everything() -> bool {
                 let all = AdvisoryLock::all([&lock, &several(key)]);
                 assert!(wait(all.try_acquire(&pool)).unwrap().is_busy());
                 let timeout = Duration::from_millis(key as u64 % 15);
-                // It may be too short for a reply.
+                // The timeout may be too short for a reply.
                 let waited = wait(all.acquire_timeout(&pool, timeout));
                 assert!(waited.is_err() || waited.unwrap().is_busy());
                 run(&mut other, &format!("SELECT pg_advisory_unlock({id})"));
@@ -179,8 +183,9 @@ fn do_everything() -> bool {
     number(observer.conn(), &are_left) == 2
 }
 
-/// A wait, a late release and the end of a session are not prepared: what they contain is a constant
-/// of a SELECT, which `pg_stat_statements` replaces, and never of a `DO` or a `SET`.
+/// Waits, late releases and the end of a session are not prepared. Their keys and numbers are
+/// constants of a SELECT, which `pg_stat_statements` replaces by `$1`, and not of a `DO` or a
+/// `SET`, which it does not.
 #[test]
 fn keys_and_durations_add_no_entry_to_the_statistics() {
     const KINDS: usize = 8;
@@ -197,9 +202,9 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
     run(&mut cluster.endpoint("postgres").connect(), preload);
     cluster.restart(StopMode::Fast);
     let database = cluster.database();
-    let look = &mut database.connect();
-    install(look);
-    run(look, "CREATE EXTENSION pg_stat_statements");
+    let admin = &mut database.connect();
+    install(admin);
+    run(admin, "CREATE EXTENSION pg_stat_statements");
     let pool = pool(&database, 3);
     let mut holder = database.connect();
     let mut operate = |key: usize| {
@@ -215,7 +220,7 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
         };
         let all = AdvisoryLock::all([&lock, &several(key)]);
         let wanted = if key / KINDS % 8 < 4 { &lock } else { &all };
-        // Both forms of a call, with one argument and with two.
+        // A `bigint` has one argument, and a pair has two.
         let id = format!("{}", lock.lock_key().id().unwrap());
         run(&mut holder, &format!("SELECT pg_advisory_lock({id})"));
         match key % KINDS {
@@ -242,7 +247,9 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
                 thread::scope(|scope| {
                     let waiting = scope.spawn(waiting);
                     let mut observer = Observer::of(&database);
-                    eventually("it waits", || observer.waiters(lock.lock_key()) == 1);
+                    eventually("the lock is awaited", || {
+                        observer.waiters(lock.lock_key()) == 1
+                    });
                     run(&mut holder, &format!("SELECT pg_advisory_unlock({id})"));
                     waiting.join().unwrap().unwrap();
                 });
@@ -250,7 +257,7 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
             4 => {
                 let slots = Semaphore::named("one", 1, HOUR).key(key);
                 let permit = wait(slots.acquire(&pool)).unwrap();
-                // It may be too short for a reply.
+                // The timeout may be too short for a reply.
                 let waited = wait(slots.acquire_timeout(&pool, moment));
                 assert!(waited.is_err() || waited.unwrap().is_full());
                 drop(permit);
@@ -261,7 +268,7 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
                 let _ = wait(limit.cost(1 + key as u32).acquire_timeout(&pool, moment));
             }
             kind => {
-                // The work panics, or leaves a transaction that has failed.
+                // The work panics, or leaves an aborted transaction open.
                 let free = LOCK.key(format!("free {key}"));
                 let free = AdvisoryLock::all([&free, &several(key + 1000)]);
                 let worked = catch_unwind(AssertUnwindSafe(|| {
@@ -270,7 +277,7 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
                             conn,
                             work!(|conn| {
                                 let failing = reply!(execute(conn, "BEGIN; SELECT 1 / 0"));
-                                assert!(failing.is_err() && kind == 6, "it panics");
+                                assert!(failing.is_err() && kind == 6, "the work panics");
                                 Ok::<_, Error>(())
                             }),
                         );
@@ -284,14 +291,15 @@ fn keys_and_durations_add_no_entry_to_the_statistics() {
     };
     // Each kind of operation, with each kind of lock.
     (0..8 * KINDS).for_each(&mut operate);
-    let before = number(look, ENTRIES);
+    let before = number(admin, ENTRIES);
     (1000..1300).for_each(&mut operate);
     let all = "(SELECT string_agg(left(query, 200), E'\\n') FROM pg_stat_statements)";
-    let added = number(look, ENTRIES) - before;
-    assert!(added < 10, "{added} of {before}: {}", text(look, all));
+    let added = number(admin, ENTRIES) - before;
+    assert!(added < 10, "{added} of {before}: {}", text(admin, all));
 }
 
-/// What a wait sets for its block is empty when it has ended, in the caller's transaction, too.
+/// A wait passes its lock and limit to a `DO` block by settings. They are empty afterwards, also in
+/// the caller's transaction.
 #[test]
 fn a_wait_leaves_nothing_in_the_settings_of_its_transaction() {
     const IS_EMPTY: &str = "DO $$ BEGIN \
@@ -314,7 +322,9 @@ fn a_wait_leaves_nothing_in_the_settings_of_its_transaction() {
         thread::scope(|scope| {
             scope.spawn(|| {
                 let mut observer = Observer::of(&database);
-                eventually("it waits", || observer.waiters(lock.lock_key()) == 1);
+                eventually("the lock is awaited", || {
+                    observer.waiters(lock.lock_key()) == 1
+                });
                 drop(holder);
             });
             assert!(

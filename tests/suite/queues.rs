@@ -1,4 +1,5 @@
-//! The queues of those who wait in this process: one for each thing and database, of which only the oldest sends anything.
+//! The queues of the waiters in this process: one for each lock, semaphore or limit and each
+//! database. Only the oldest waiter of a queue sends statements.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
@@ -21,14 +22,14 @@ static LIMIT: RateLimit = RateLimit::named("queues", Quota::new(1, HOUR));
 
 const HOUR: Duration = Duration::from_secs(3600);
 const MINUTE: Duration = Duration::from_secs(60);
-/// Crowds may wait for each other for long.
+/// The timeout of a pool whose connections a crowd of waiters shares.
 const LONG: Duration = Duration::from_secs(600);
-/// Shorter than the pause of one who is the second in a queue.
+/// Shorter than the pause of the second waiter of a queue, which is a second.
 const SHORT: Duration = Duration::from_millis(900);
 
-/// A pool whose connections are open.
+/// A pool with all of its connections open.
 fn open_pool(database: &Database, size: u32) -> PgPool {
-    // bb8 tells only how many it has.
+    // bb8 counts only open connections, so a pool that has opened few seems to have no spare one.
     fn open(pool: &PgPool, size: u32) {
         if size > 0 {
             on_one(pool, |_| open(pool, size - 1));
@@ -47,12 +48,14 @@ fn a_lock_that_is_free_in_one_database_waits_for_nobody_in_another() {
     thread::scope(|scope| {
         let waiter = scope.spawn(|| wait(wait(LOCK.acquire(&waiting)).unwrap().release()));
         let mut observer = Observer::of(&busy);
-        eventually("it waits", || observer.waiters(LOCK.lock_key()) == 1);
+        eventually("the lock is awaited", || {
+            observer.waiters(LOCK.lock_key()) == 1
+        });
         for _ in 0..5 {
-            once_at_least("it is acquired soon", || {
+            once_at_least("the free lock is acquired soon", || {
                 match wait(LOCK.acquire_timeout(&pool, SHORT)) {
                     Ok(attempt) => {
-                        wait(attempt.acquired().expect("it is free").release()).unwrap();
+                        wait(attempt.acquired().expect("the lock is free").release()).unwrap();
                         true
                     }
                     Err(error) => {
@@ -68,7 +71,7 @@ fn a_lock_that_is_free_in_one_database_waits_for_nobody_in_another() {
 }
 
 #[test]
-fn the_oldest_of_each_database_waits_on_its_server() {
+fn the_oldest_waiter_of_each_database_waits_on_its_server() {
     let databases = [Database::new(), Database::new()];
     let pools = databases.each_ref().map(|database| open_pool(database, 3));
     let [mut first, mut second] = databases.each_ref().map(Observer::of);
@@ -79,10 +82,11 @@ fn the_oldest_of_each_database_waits_on_its_server() {
         let waiters = pools.each_ref().map(|pool| {
             scope.spawn(move || wait(wait(LOCK.acquire(pool)).unwrap().release()).unwrap())
         });
-        eventually("both wait at the same time", || {
+        eventually("a waiter of each database waits on its server", || {
             first.waiters(LOCK.lock_key()) + second.waiters(LOCK.lock_key()) == 2
         });
-        // The release in the second database, where the waiter may be the younger one, wakes that one.
+        // The release in the second database wakes the waiter of that database, even if it is the
+        // younger one.
         for (guard, waiter) in guards.into_iter().zip(waiters).rev() {
             wait(guard.release()).unwrap();
             waiter.join().unwrap();
@@ -102,15 +106,15 @@ fn a_slot_that_is_free_in_one_database_waits_for_nobody_in_another() {
     let permit = wait(SLOT.acquire(&holder)).unwrap();
     thread::scope(|scope| {
         let waiter = scope.spawn(|| wait(wait(SLOT.acquire(&waiting)).unwrap().release()));
-        eventually("it has been refused", || proxy.round_trips() > 8);
+        eventually("the waiter has been refused", || proxy.round_trips() > 8);
         for _ in 0..5 {
-            once_at_least("it is admitted soon", || {
+            once_at_least("the free slot is claimed soon", || {
                 match wait(SLOT.acquire_timeout(&pool, SHORT)) {
                     Ok(Admission::Admitted(permit)) => {
                         wait(permit.release()).unwrap();
                         true
                     }
-                    // It may be held by a claim whose reply came too late, for a moment.
+                    // A claim whose reply came too late may still hold the slot for a moment.
                     Ok(Admission::Full(_)) => false,
                     Err(error) => {
                         assert_matches!(error, Error::TimedOut);
@@ -124,13 +128,13 @@ fn a_slot_that_is_free_in_one_database_waits_for_nobody_in_another() {
     });
 }
 
-/// Nothing but the reset wakes them within an hour.
+/// The waiters sleep for an hour unless a reset wakes them.
 #[test]
-fn a_reset_wakes_the_one_who_waits_for_units_in_its_database() {
+fn a_reset_wakes_the_waiter_of_its_own_database() {
     let databases = [installed(), installed()];
     let pools = databases.each_ref().map(|database| open_pool(database, 1));
     for pool in &pools {
-        // Free in the second one, though the first one's are used up.
+        // The units of the second database are available although those of the first are used up.
         let check = wait(LIMIT.acquire_timeout(pool, MINUTE)).unwrap();
         assert!(check.is_allowed());
     }
@@ -146,7 +150,7 @@ fn a_reset_wakes_the_one_who_waits_for_units_in_its_database() {
             .collect();
         for (pool, (proxy, waiter)) in pools.iter().zip(waiters).rev() {
             let mut before = 0;
-            eventually("it sleeps", || {
+            eventually("the waiter sleeps", || {
                 let asked = std::mem::replace(&mut before, proxy.round_trips());
                 thread::sleep(Duration::from_millis(300));
                 asked > 0 && asked == proxy.round_trips()
@@ -158,9 +162,9 @@ fn a_reset_wakes_the_one_who_waits_for_units_in_its_database() {
     });
 }
 
-/// The crowd's first tries, and then the polls of the oldest, and of the n-th every n - 1 seconds.
+/// Each of the crowd tries once. Then the oldest polls, and the n-th tries every n − 1 seconds.
 #[test]
-fn a_crowd_that_waits_for_a_lock_sends_little_more_than_its_oldest() {
+fn a_crowd_that_waits_for_a_lock_sends_little_more_than_its_oldest_waiter() {
     const CROWD: u64 = 300;
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
@@ -175,12 +179,12 @@ fn a_crowd_that_waits_for_a_lock_sends_little_more_than_its_oldest() {
                 })
                 .unwrap();
         }
-        eventually("each has been refused", || {
-            // A check-out and a try each.
+        eventually("each waiter has been refused", || {
+            // Each waiter needs two round trips: a check-out and a try.
             proxy.round_trips() > 2 * CROWD
         });
         eventually(
-            "a second passes in which not a third sends anything",
+            "in some second, less than a third of the crowd tries",
             || {
                 let before = proxy.round_trips();
                 thread::sleep(Duration::from_secs(1));
@@ -192,7 +196,7 @@ fn a_crowd_that_waits_for_a_lock_sends_little_more_than_its_oldest() {
 }
 
 #[test]
-fn a_waiter_behind_one_whose_pool_is_empty_gets_the_lock() {
+fn a_waiter_behind_another_whose_pool_is_exhausted_gets_the_lock() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let (empty, pool) = (make_pool(&proxy.url(), 1, MINUTE), open_pool(&database, 2));
@@ -223,7 +227,7 @@ fn a_pool_of_one_never_waits_on_the_server() {
             let pool = pool.clone();
             scope.spawn(move || wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap())
         });
-        eventually("it polls", || proxy.round_trips() > 8);
+        eventually("the waiter polls", || proxy.round_trips() > 8);
         for _ in 0..100 {
             assert_eq!(observer.waiters(LOCK.lock_key()), 0);
             wait(on_first(&pool, "SELECT 1")).unwrap();
@@ -236,15 +240,16 @@ fn a_pool_of_one_never_waits_on_the_server() {
     });
 }
 
-/// A wait clears the note of an earlier one in its session, and believes its own only.
+/// A wait on the server notes a grant in a setting of its session. A wait clears the note of an
+/// earlier one, and trusts only its own.
 #[test]
-fn a_note_of_an_earlier_wait_is_not_believed() {
+fn a_note_of_an_earlier_wait_is_not_trusted() {
     let database = Database::new();
     let pool = open_pool(&database, 2);
     let _holder = foreign_holder(&database, LOCK.lock_key());
     let mut observer = Observer::of(&database);
     for _ in 0..2 {
-        once_at_least("it waits, and is busy then", || {
+        once_at_least("the lock is awaited on the server, and busy", || {
             wait(on_all(&pool, "SET diesel_interlock.waited = 'granted'")).unwrap();
             thread::scope(|scope| {
                 let waiter = scope.spawn(|| wait(LOCK.acquire_timeout(&pool, 2 * SHORT)));
@@ -268,14 +273,15 @@ fn a_note_of_an_earlier_wait_is_not_believed() {
     }
 }
 
-/// The hundredth of a queue tries only after about a hundred seconds, unless it is the first in turn.
+/// In one queue with the others, the cheap call would be the hundredth, which tries only after
+/// about a hundred seconds.
 #[test]
-fn a_call_that_costs_little_does_not_wait_for_those_that_cost_much() {
+fn a_cheap_call_does_not_wait_behind_expensive_ones() {
     const CROWD: u64 = 100;
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let (waiting, pool) = (make_pool(&proxy.url(), 1, LONG), open_pool(&database, 2));
-    // A unit refills in five seconds, and what each of the crowd needs in 150.
+    // A unit refills in five seconds, and the 30 units that each of the crowd needs in 150 seconds.
     let little = RateLimit::named("costs", Quota::new(1, Duration::from_secs(5)).burst(30));
     let much = little.cost(30);
     assert!(wait(much.check(&pool)).unwrap().is_allowed());
@@ -290,14 +296,14 @@ fn a_call_that_costs_little_does_not_wait_for_those_that_cost_much() {
                     .unwrap()
             })
             .collect();
-        eventually("each has been refused", || {
-            // A check-out and a check each.
+        eventually("each waiter has been refused", || {
+            // Each waiter needs two round trips: a check-out and a check.
             proxy.round_trips() > 2 * CROWD
         });
         while wait(little.check(&pool)).unwrap().is_allowed() {}
         let check = wait(little.acquire_timeout(&pool, MINUTE));
         eventually("a reset for each ends the waits", || {
-            // One of the crowd may have its row for too long.
+            // One of the crowd may have the row locked for too long.
             let reset = wait(little.reset(&pool));
             assert_matches!(reset, Ok(_) | Err(Error::KeyLocked(_)));
             crowd.iter().all(thread::ScopedJoinHandle::is_finished)
@@ -309,7 +315,8 @@ fn a_call_that_costs_little_does_not_wait_for_those_that_cost_much() {
     });
 }
 
-/// A `BEGIN` that was forgotten, on a key for which many wait: only the oldest tries again and again.
+/// A forgotten transaction has locked the key, so each check holds a connection for 250 ms. Only
+/// the oldest waiter repeats its check.
 #[test]
 fn a_crowd_that_waits_for_a_locked_key_leaves_connections_to_others() {
     let database = installed();
@@ -329,10 +336,10 @@ fn a_crowd_that_waits_for_a_locked_key_leaves_connections_to_others() {
                 assert!(check.is_allowed());
             });
         }
-        eventually("all connections wait for the key", || {
+        eventually("all connections of the pool wait for the key", || {
             observer.all_waiting() == 3
         });
-        eventually("most of the time, a connection is left", || {
+        eventually("most of the time, the pool has a free connection", || {
             let full = (0..100).filter(|_| {
                 thread::sleep(Duration::from_millis(5));
                 observer.all_waiting() == 3
@@ -343,23 +350,24 @@ fn a_crowd_that_waits_for_a_locked_key_leaves_connections_to_others() {
     });
 }
 
-/// Waits with a pool of one, whose connection somebody else has from the first refusal until the deadline. On a machine that is too
-/// slow, the first try has no reply in its time.
+/// Waits with a pool of one, whose connection another thread has from the first refusal until the
+/// deadline. Asserts that the wait returns the refusal. On a slow machine the first try has no
+/// reply in time, so rounds are repeated.
 #[track_caller]
 fn assert_refused_without_a_connection<T: Send>(
     database: &Database,
     waits: impl Fn(&PgPool, Duration) -> Result<T> + Sync,
     is_refused: impl Fn(&T) -> bool,
 ) {
-    once_at_least("it is refused", || {
+    once_at_least("the wait returns the refusal", || {
         let proxy = RoundTrips::in_front_of(database);
         let pool = make_pool(&proxy.url(), 1, MINUTE);
         on_one(&pool, |_| ());
         let (before, began) = (proxy.round_trips(), Instant::now());
         thread::scope(|scope| {
             let waiter = scope.spawn(|| waits(&pool, Duration::from_secs(3)));
-            // A check-out, and a statement, which is prepared on this connection for the first time.
-            eventually("it was refused", || {
+            // Three round trips: the check-out, and the statement, which is prepared and executed.
+            eventually("the first try was refused", || {
                 proxy.round_trips() >= before + 3 || waiter.is_finished()
             });
             on_one(&pool, |_| {
@@ -372,7 +380,7 @@ fn assert_refused_without_a_connection<T: Send>(
 }
 
 #[test]
-fn a_lock_that_was_busy_is_busy_though_the_pool_is_empty_at_the_deadline() {
+fn a_lock_that_was_busy_is_busy_though_the_pool_is_exhausted_at_the_deadline() {
     let database = Database::new();
     let _holder = foreign_holder(&database, LOCK.lock_key());
     assert_refused_without_a_connection(
@@ -383,7 +391,7 @@ fn a_lock_that_was_busy_is_busy_though_the_pool_is_empty_at_the_deadline() {
 }
 
 #[test]
-fn slots_that_were_full_are_full_though_the_pool_is_empty_at_the_deadline() {
+fn slots_that_were_full_are_full_though_the_pool_is_exhausted_at_the_deadline() {
     let database = installed();
     let other = open_pool(&database, 1);
     let _permit = wait(SLOT.acquire(&other)).unwrap();
@@ -395,14 +403,14 @@ fn slots_that_were_full_are_full_though_the_pool_is_empty_at_the_deadline() {
 }
 
 #[test]
-fn a_limit_that_was_used_up_is_limited_though_the_pool_is_empty_at_the_deadline() {
+fn a_limit_that_was_used_up_is_limited_though_the_pool_is_exhausted_at_the_deadline() {
     let database = installed();
     let other = open_pool(&database, 1);
     let round = AtomicU32::new(0);
     assert_refused_without_a_connection(
         &database,
         |pool, timeout| {
-            // The units are there again in time, but nobody is asked.
+            // The units have refilled before the deadline, but no connection is free to ask.
             let limit = RateLimit::named("refilled", Quota::new(1, Duration::from_millis(1500)));
             let limit = limit.key(round.fetch_add(1, Ordering::SeqCst));
             assert!(wait(limit.check(&other)).unwrap().is_allowed());
@@ -412,11 +420,11 @@ fn a_limit_that_was_used_up_is_limited_though_the_pool_is_empty_at_the_deadline(
     );
 }
 
-/// Lends a pool of two that is open, over a network with a round trip of 60 ms. Asserts that the work succeeds without a new
-/// connection, as it may not on a machine that is too slow.
+/// Calls `succeeds` with an open pool of two, over a network with a round trip of 60 ms. Asserts
+/// that it succeeds without a new connection. On a slow machine it may not, so rounds are repeated.
 #[track_caller]
 fn assert_succeeds_slowly(database: &Database, mut succeeds: impl FnMut(&PgPool) -> bool) {
-    once_at_least("it succeeds", || {
+    once_at_least("the work succeeds without a new connection", || {
         let proxy = RoundTrips::in_front_of(database);
         let pool = make_pool(&proxy.url(), 2, MINUTE);
         on_one(&pool, |_| on_one(&pool, |_| ()));
@@ -453,7 +461,7 @@ fn full_slots_are_full_over_a_slow_network_and_cost_no_connection() {
     });
 }
 
-/// Units that are there again just before the deadline, which may be too late for a try.
+/// The units refill just before the deadline, which may be too late for another try.
 #[test]
 fn units_that_refill_at_the_deadline_are_no_error_over_a_slow_network() {
     let database = installed();

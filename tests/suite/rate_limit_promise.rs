@@ -1,4 +1,5 @@
-//! A rate limit never allows more than burst + N in a period: the worst of all windows over the moments of all grants.
+//! A rate limit never allows more than burst + N units in any period, computed from the times of
+//! all grants.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -15,10 +16,11 @@ use crate::support::{installed, number, run};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// When units of a key were allowed, in microseconds, and how many.
+/// For each key, the time of each grant in microseconds, and how many units it had.
 type Grants = HashMap<String, Vec<(i64, u32)>>;
 
-/// Fails if in any window W more than `burst + W × N / period` was allowed. Exact, and for all windows in one pass.
+/// Fails if in any window of length W more than `burst + W × N / period` units were granted. One
+/// exact pass covers all windows.
 #[track_caller]
 fn assert_kept(grants: &Grants, quota: Quota) {
     let (n, period) = (i128::from(quota.units), quota.period.as_micros() as i128);
@@ -44,10 +46,12 @@ fn units(grants: &Grants) -> u32 {
     grants.values().flatten().map(|(_, units)| units).sum()
 }
 
-/// What a client does on a pool of its own, in its round of this number.
+/// A client: gets a pool of its own and the number of the round, and returns the key, the time and
+/// the units of a grant.
 type Client<'a> = &'a (dyn Fn(&PgPool, u32) -> Option<(String, i64, u32)> + Sync);
 
-/// Runs the clients at once for a second, and on a slow machine until they were allowed enough, and returns what that is.
+/// Runs the clients concurrently for a second, or for longer on a slow machine until `is_enough`,
+/// and returns their grants.
 fn hammer(
     database: &Database,
     clients: &[Client<'_>],
@@ -80,7 +84,7 @@ fn hammer(
     all.into_inner().unwrap()
 }
 
-/// On a machine that is too slow, the turn of a call does not come in time.
+/// The outcome, or `None` where a call on a slow machine has waited for the row for too long.
 fn in_its_turn<T>(outcome: Result<T, Error>) -> Option<T> {
     match outcome {
         Err(Error::KeyLocked(_)) => None,
@@ -94,7 +98,7 @@ fn spend(limit: &RateLimit, key: &str, pool: &PgPool) -> Option<(String, i64, u3
 }
 
 #[test]
-fn a_hot_key_at_every_default_isolation_level_and_in_every_setting() {
+fn a_hot_key_keeps_to_its_quota_at_every_isolation_level_and_in_every_setting() {
     let quota = Quota::per_second(200).burst(60);
     let limit = RateLimit::named("hot", quota);
     for settings in [
@@ -118,7 +122,7 @@ fn a_hot_key_at_every_default_isolation_level_and_in_every_setting() {
 }
 
 #[test]
-fn first_calls_at_once_share_one_burst() {
+fn concurrent_first_calls_share_one_burst() {
     let database = installed();
     let quota = Quota::per_hour(3);
     let limit = RateLimit::named("first", quota);
@@ -132,9 +136,9 @@ fn first_calls_at_once_share_one_burst() {
 }
 
 #[test]
-fn calls_of_different_costs_while_full_keys_are_pruned() {
+fn calls_of_different_costs_keep_to_the_quota_while_full_keys_are_pruned() {
     let database = installed();
-    // The second refills a unit faster than a round trip takes.
+    // Under the second quota a unit refills faster than a round trip.
     for quota in [
         Quota::per_second(3000).burst(30),
         Quota::per_second(30_000).burst(2),
@@ -165,7 +169,7 @@ fn calls_of_different_costs_while_full_keys_are_pruned() {
 }
 
 #[test]
-fn units_that_were_given_back_are_not_given_twice() {
+fn refunded_units_are_not_granted_twice() {
     let database = installed();
     let quota = Quota::per_second(500).burst(20);
     let limit = RateLimit::named("given back", quota);
@@ -174,9 +178,10 @@ fn units_that_were_given_back_are_not_given_twice() {
         let limit = limit.cost(cost);
         let spent = in_its_turn(wait(limit.check(pool)))?.allowed()?;
         if round % 2 == 0 {
-            // Some when they are refilled in part.
+            // Some of the units have refilled in part before they are given back.
             thread::sleep(Duration::from_millis(u64::from(round % 5)));
-            // If nothing is given back, everything is refilled, or the key has been pruned, which is the same.
+            // If nothing is given back, all units have refilled, or the key was pruned because they
+            // had.
             let _ = in_its_turn(wait(limit.refund(pool, &spent, cost)));
             return None;
         }
@@ -196,7 +201,7 @@ fn units_that_were_given_back_are_not_given_twice() {
 }
 
 #[test]
-fn quotas_that_change_keep_to_the_largest() {
+fn a_key_with_changing_quotas_keeps_to_the_largest() {
     let database = installed();
     let largest = Quota::per_second(200).burst(50);
     let quotas = [
@@ -215,7 +220,7 @@ fn quotas_that_change_keep_to_the_largest() {
 }
 
 #[test]
-fn several_limits_at_once_and_one_of_them_alone() {
+fn several_limits_keep_to_their_quotas_also_where_one_is_checked_alone() {
     let database = installed();
     let quota = Quota::per_second(300).burst(40);
     let (all, one) = (
@@ -277,7 +282,7 @@ fn cancelled_statements_are_errors_and_spend_once_at_most() {
             let (database, errors, allowed) = (&database, &errors, &allowed);
             let (start, is_over) = (&start, &is_over);
             scope.spawn(move || {
-                // Whose check would time out, too.
+                // A pool that checks its connections could time out in that check, too.
                 let pool = unchecked_pool(database, 1);
                 on_one(&pool, |conn| {
                     let timeout = format!("SET statement_timeout = {}", [1, 2, 5, 0][n % 4]);

@@ -1,4 +1,4 @@
-//! What rate limits allow, refuse and tell.
+//! Rate limits: what they allow and deny, refunds, resets, waits and header fields.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,10 +31,10 @@ fn allowed(limit: &RateLimit, pool: &PgPool) -> Spent {
     wait(limit.check(pool))
         .unwrap()
         .allowed()
-        .expect("it is limited")
+        .expect("the check is allowed")
 }
 
-/// Moves all times into the past, as if time had passed.
+/// Moves all stored times into the past, as if that many seconds had passed.
 fn rewind(database: &Database, seconds: u32) {
     run(
         &mut database.connect(),
@@ -70,7 +70,7 @@ fn a_burst_is_allowed_and_units_refill() {
 }
 
 #[test]
-fn each_key_has_the_quota_for_itself() {
+fn each_key_has_a_quota_of_its_own() {
     let database = installed();
     let pool = pool(&database, 1);
     let limit = RateLimit::named("keys", Quota::per_minute(1));
@@ -121,7 +121,11 @@ fn a_denial_writes_nothing() {
         wait(RateLimit::check_all(&[&other, &SLOW], &pool)),
         Ok(Check::Limited(Limited { index: 1, .. }))
     );
-    assert_eq!(text(conn, row), before, "nor of several limits");
+    assert_eq!(
+        text(conn, row),
+        before,
+        "a denial of several limits writes nothing, too"
+    );
 }
 
 #[test]
@@ -176,13 +180,13 @@ fn a_forgotten_transaction_on_a_key_is_an_error_that_says_so() {
     ] {
         assert_matches!(locked, Err(Error::KeyLocked("slow")));
     }
-    // On a machine that is too slow, no try has a reply in its time.
-    once_at_least("a wait says so, too", || {
+    // On a slow machine no try has a reply in time, so rounds are repeated.
+    once_at_least("a wait returns the same error", || {
         let waited = wait(SLOW.acquire_timeout(&pool, Duration::from_secs(2)));
         assert_matches!(waited, Err(Error::KeyLocked("slow") | Error::TimedOut));
         matches!(waited, Err(Error::KeyLocked(_)))
     });
-    assert_eq!(wait(first.peek(&pool)).unwrap().remaining, 5, "or none");
+    assert_eq!(wait(first.peek(&pool)).unwrap().remaining, 5);
     assert!(is_allowed(&SLOW.key("another"), &pool));
     run(forgotten, "ROLLBACK");
     assert_eq!(allowed(&SLOW, &pool).state.remaining, 3);
@@ -308,8 +312,10 @@ fn a_wait_outlasts_a_transaction_that_holds_the_key() {
         let check = scope.spawn(|| wait(SLOW.acquire_timeout(&pool, HOUR)));
         let mut observer = Observer::of(&database);
         for _ in 0..3 {
-            eventually("it waits", || observer.all_waiting() == 1);
-            eventually("it pauses", || observer.all_waiting() == 0);
+            eventually("the check waits for the row", || {
+                observer.all_waiting() == 1
+            });
+            eventually("the check pauses", || observer.all_waiting() == 0);
         }
         run(holder, "COMMIT");
         assert!(check.join().unwrap().unwrap().is_allowed());
@@ -418,7 +424,7 @@ fn several_limits_are_spent_together_or_not_at_all() {
 fn callers_of_the_same_limits_in_another_order_do_not_deadlock() {
     let database = installed();
     let mut observer = Observer::of(&database);
-    // Sooner than a check gives up.
+    // Deadlocks must be found before a check gives up.
     let alter = format!(
         "ALTER DATABASE {} SET deadlock_timeout = '10ms'",
         database.name()
@@ -439,7 +445,7 @@ fn callers_of_the_same_limits_in_another_order_do_not_deadlock() {
                 for _ in 0..50 {
                     match wait(RateLimit::check_all(&order, &pool)) {
                         Ok(check) => assert!(check.is_allowed()),
-                        // On a machine that is too slow, its turn does not come in time.
+                        // On a slow machine, the row is locked by others for too long.
                         Err(error) => assert_matches!(error, Error::KeyLocked(_)),
                     }
                 }
@@ -470,12 +476,12 @@ fn units_are_given_back_once() {
     );
 }
 
-/// What was refilled meanwhile is taken into account once, and not for each part.
+/// The units that have refilled since the check are deducted once, and not from each part.
 #[test]
-fn units_that_are_given_back_in_parts_are_as_many_as_at_once() {
+fn a_refund_in_parts_equals_a_refund_at_once() {
     let database = installed();
     let pool = pool(&database, 1);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     // A unit refills in 200 milliseconds.
     let limit = RateLimit::named("parts", Quota::per_second(5).burst(100));
     let keys = [(limit.key("whole"), 8), (limit.key("parts"), 1)];
@@ -487,7 +493,7 @@ fn units_that_are_given_back_in_parts_are_as_many_as_at_once() {
     let checks_took = began.elapsed();
     let refilled =
         "(SELECT min(spent_at) + '500 ms' <= clock_timestamp() FROM resource_control.rate_limit)";
-    eventually("two and a half were refilled", || truth(look, refilled));
+    eventually("two and a half were refilled", || truth(admin, refilled));
     let began = Instant::now();
     for ((limit, part), spent) in keys.iter().zip(&spent) {
         for _ in 0..8 / part {
@@ -495,20 +501,22 @@ fn units_that_are_given_back_in_parts_are_as_many_as_at_once() {
         }
     }
     let difference = "(SELECT date_part('epoch', max(full_at) - min(full_at)) * 1000 FROM resource_control.rate_limit)";
-    // What has refilled from one to the other, and otherwise more than a second.
+    // The two keys differ by what has refilled between their checks. An error would be more than a
+    // second.
     let between = checks_took + began.elapsed() + Duration::from_millis(10);
-    assert!(number(look, difference) <= between.as_millis() as i64);
+    assert!(number(admin, difference) <= between.as_millis() as i64);
 }
 
-/// All parts together deduct what has refilled since the check, and not each part all of it.
+/// The units that have refilled since the check are deducted from all parts together, and not from
+/// each part.
 #[test]
 fn a_refund_of_nothing_does_not_change_the_next_one() {
     let database = installed();
     let pool = pool(&database, 1);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let limit = RateLimit::named("nothing", Quota::per_minute(1).burst(20)).cost(20);
     let spent = allowed(&limit, &pool);
-    let full_at = text(look, "(SELECT full_at FROM resource_control.rate_limit)");
+    let full_at = text(admin, "(SELECT full_at FROM resource_control.rate_limit)");
     for _ in 0..20 {
         assert!(!wait(limit.refund(&pool, &spent, 0)).unwrap());
         assert!(wait(limit.refund(&pool, &spent, 1)).unwrap());
@@ -516,20 +524,21 @@ fn a_refund_of_nothing_does_not_change_the_next_one() {
     let deducted = format!("full_at - (timestamptz '{full_at}' - interval '20 min')");
     let refilled = "clock_timestamp() - spent_at + interval '1 ms'";
     assert!(truth(
-        look,
+        admin,
         &format!("(SELECT {deducted} <= {refilled} FROM resource_control.rate_limit)")
     ));
 }
 
-/// A million units that were refilled within a second, and now take a year each.
+/// A million units are owed, which take a year each to refill under the new quota.
 #[test]
-fn what_is_owed_for_longer_than_a_timestamp_can_tell_is_no_error() {
+fn units_that_refill_beyond_the_last_timestamp_are_no_error() {
     let database = installed();
     let pool = pool(&database, 1);
     let fast = RateLimit::named("plan", Quota::per_second(1_000_000)).cost(1_000_000);
     let slow = RateLimit::named("plan", Quota::once_per(Duration::from_secs(366 * 86_400)));
     let spent = allowed(&fast, &pool);
-    // As if the second had a day.
+    // Instead of a second, the million units take a day to refill, so that they are still owed
+    // below.
     run(
         &mut database.connect(),
         "UPDATE resource_control.rate_limit SET full_at = clock_timestamp() + interval '1 day', \
@@ -558,7 +567,7 @@ fn refunds_under_another_quota_give_back_nothing_and_do_not_panic() {
     let limit = RateLimit::named("foreign", Quota::per_day(1_000_000));
     let spent = allowed(&limit.cost(600_000), &pool);
     assert!(wait(limit.reset(&pool)).unwrap());
-    // What refills in 175,000 years, in microseconds, is more than half of the largest number.
+    // 175,000 years in microseconds are more than half of the largest bigint.
     let other = limit.quota(Quota::once_per(Duration::from_secs(366 * 86_400)));
     for _ in 0..3 {
         assert!(!wait(other.refund(&pool, &spent, 175_000)).unwrap());
@@ -566,7 +575,7 @@ fn refunds_under_another_quota_give_back_nothing_and_do_not_panic() {
 }
 
 #[test]
-fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
+fn refilled_units_and_units_that_are_no_longer_owed_are_not_given_back() {
     let database = installed();
     let pool = pool(&database, 1);
     let limit = SLOW.cost(4);
@@ -587,7 +596,7 @@ fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
     );
     assert!(wait(SLOW.reset(&pool)).unwrap());
 
-    // As after a crash of the server that has forgotten the call.
+    // As after a crash of the server that has lost the grant.
     let spent = allowed(&limit, &pool);
     run(
         &mut database.connect(),
@@ -600,7 +609,7 @@ fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
     let fast = RateLimit::named("fast", Quota::per_second(1000)).cost(2);
     let spent = allowed(&fast, &pool);
     let refilled = "(SELECT full_at <= clock_timestamp() FROM resource_control.rate_limit WHERE name = 'fast')";
-    eventually("both are there again", || {
+    eventually("both units have refilled", || {
         truth(&mut database.connect(), refilled)
     });
     assert!(
@@ -641,7 +650,7 @@ fn a_wait_gives_up_at_once_if_the_units_come_too_late() {
             .unwrap()
             .is_allowed()
     );
-    // One that waits for its units does not keep another one from that.
+    // A waiter for other units does not keep a call from giving up at once.
     let barrier = Barrier::new(2);
     thread::scope(|scope| {
         let waiter = scope.spawn(|| {
@@ -657,7 +666,7 @@ fn a_wait_gives_up_at_once_if_the_units_come_too_late() {
             );
         }
         assert!(!waiter.is_finished());
-        // A reset in this process wakes it.
+        // A reset in this process wakes the waiter.
         assert!(wait(slow.reset(&pool)).unwrap());
         assert!(waiter.join().unwrap().unwrap().is_allowed());
     });
@@ -733,7 +742,7 @@ fn cancelled_statements_leave_a_row_that_works() {
         );
         let is_cancelled = AtomicBool::new(false);
         thread::scope(|scope| {
-            // A wait ends after a moment, and the next one begins.
+            // A check gives up after 250 ms, so there are many to cancel.
             scope.spawn(|| {
                 while !is_cancelled.load(Ordering::SeqCst) {
                     assert!(wait(SLOW.check(&pool)).is_err());
@@ -753,7 +762,7 @@ fn cancelled_statements_leave_a_row_that_works() {
 }
 
 #[test]
-fn header_fields_tell_the_quota_and_what_is_left() {
+fn header_fields_contain_the_quota_and_the_remaining_units() {
     let database = installed();
     let pool = pool(&database, 1);
     let fields = |check: &Check| {
@@ -765,7 +774,7 @@ fn header_fields_tell_the_quota_and_what_is_left() {
     };
     let api = RateLimit::named("api", Quota::per_hour(100).burst(20));
     let slow = RateLimit::named("a \"b\" é", Quota::per_hour(1).burst(3)).cost(2);
-    // Seconds that have passed are not told.
+    // A time in the past is not in the header.
     let mut round = 0;
     let checks = in_a_quick_round(Duration::from_millis(500), || {
         round += 1;
@@ -789,7 +798,7 @@ fn header_fields_tell_the_quota_and_what_is_left() {
 }
 
 #[test]
-fn a_check_is_one_round_trip_and_a_first_one_three() {
+fn a_check_takes_one_round_trip_and_the_first_of_a_key_three() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
@@ -800,12 +809,12 @@ fn a_check_is_one_round_trip_and_a_first_one_three() {
         assert!(waited.unwrap().is_allowed());
         let _ = wait(prepared.peek(&pool)).unwrap();
     }
-    // That of the pool itself, and one.
+    // A peek is one round trip, beside the check of the pool.
     let one = proxy.count(|| assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 5));
     assert_eq!(
         proxy.count(|| assert!(is_allowed(&SLOW, &pool))),
         one + 2,
-        "the first"
+        "the first check of a key"
     );
     assert_eq!(
         proxy.count(|| assert!(is_allowed(&SLOW.cost(4), &pool))),
@@ -840,7 +849,7 @@ fn the_longest_names_and_keys_of_any_characters_are_stored() {
         state ^= state << 17;
         char::from_u32((state >> 40) as u32 % 0x11_0000).filter(|c| *c != '\0')
     };
-    // Which do not shrink when they are compressed.
+    // Random characters, because PostgreSQL compresses others, and index entries have a limit.
     let key: String = std::iter::repeat_with(&mut random)
         .flatten()
         .take(250)

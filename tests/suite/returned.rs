@@ -1,5 +1,6 @@
-//! What has returned has released: a try right after a failed work is never refused because of it, nothing that the work has left
-//! open goes back into the pool, and a timeout of zero is one try.
+//! What has returned has released: after an operation has returned the error of its work, the next
+//! try is not refused because of it, and no open transaction is back in the pool. A timeout of zero
+//! is one try.
 
 use std::time::{Duration, Instant};
 
@@ -15,10 +16,10 @@ static LOCK: AdvisoryLock = AdvisoryLock::named("returned");
 const SLOT: Semaphore = Semaphore::named("returned", 1, Duration::from_secs(3600));
 const UNITS: RateLimit = RateLimit::named("returned", Quota::per_hour(1));
 
-/// How often a test fails and tries, so that it does not pass by luck.
+/// How often a test repeats its round, so that it does not pass by luck.
 const TIMES: usize = 200;
 
-/// Whether a release may have been left to the background: it is awaited for two seconds.
+/// Whether a release may have been left to the background, because it took longer than two seconds.
 fn is_slow(began: Instant) -> bool {
     began.elapsed() > Duration::from_secs(2)
 }
@@ -90,14 +91,14 @@ fn a_slot_is_free_when_the_error_of_the_work_is_returned() {
     }
 }
 
-/// The release waits for a connection that others have, and not only for a moment.
+/// The release waits until another thread gives the only connection back.
 #[test]
-fn a_slot_is_free_when_the_error_is_returned_though_the_pool_was_lent_meanwhile() {
+fn a_slot_is_free_when_the_error_is_returned_though_the_pool_was_exhausted_meanwhile() {
     let database = installed();
     let pool = pool(&database, 1);
     let (lent, returned) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
     let observer = &mut database.connect();
-    // A release gives up after two seconds, so a round in which a thread was asleep proves nothing.
+    // A release gives up after two seconds, so a slower round proves nothing.
     for _ in 0..20 {
         let (is_free, took) = std::thread::scope(|scope| {
             let permit = wait(SLOT.acquire(&pool)).unwrap();
@@ -121,7 +122,7 @@ fn a_slot_is_free_when_the_error_is_returned_though_the_pool_was_lent_meanwhile(
             return;
         }
         assert!(took > Duration::from_secs(2), "the slot was not free");
-        eventually("it is free", || number(observer, IN_FLIGHT) == 0);
+        eventually("the slot is free", || number(observer, IN_FLIGHT) == 0);
     }
     panic!("no round was quick");
 }
@@ -168,7 +169,7 @@ fn no_transaction_of_plain_sql_goes_back_into_the_pool_after_a_failed_work() {
         for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
             let mut observer = Observer::of(&database);
             let pool = pool(&database, 1);
-            // After two seconds without a reply, its connection is closed.
+            // A reply that takes longer than two seconds costs the connection.
             let held = in_a_quick_round(Duration::from_secs(2), || {
                 let failed: Result<()> = wait(lock.with(
                     &pool,
@@ -183,7 +184,8 @@ fn no_transaction_of_plain_sql_goes_back_into_the_pool_after_a_failed_work() {
                 failed.unwrap_err();
                 observer.all_held()
             });
-            // A blocking connection sees the transaction, so its session is ended.
+            // In the blocking half the connection is discarded, and the server frees the lock
+            // later.
             assert!(held == 0 || !IS_ASYNC);
             eventually("nothing is held", || observer.all_held() == 0);
             assert_pool_whole(&pool, &database);

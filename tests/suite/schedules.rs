@@ -63,7 +63,7 @@ fn crash(schedule: &Schedule, pool: &PgPool, conn: &mut PgConnection) {
 #[test]
 fn a_claim_of_a_single_look_whose_reply_is_lost_counts_as_an_attempt_and_runs_again() {
     let [database, other] = [installed(), installed()];
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let other_pool = pool(&other, 2);
     let proxy = RoundTrips::in_front_of(&database);
     let (mut orphans, mut n, mut has_happened) = (0, 0, true);
@@ -91,11 +91,11 @@ fn a_claim_of_a_single_look_whose_reply_is_lost_counts_as_an_attempt_and_runs_ag
         let held = format!(
             "COALESCE((SELECT expires_at > clock_timestamp() FROM resource_control.schedule WHERE name = 'report {n}'), false)"
         );
-        if first.is_err() && truth(look, &held) {
+        if first.is_err() && truth(admin, &held) {
             orphans += 1;
             assert_eq!(attempts.load(Ordering::SeqCst), 0);
             assert_matches!(run_it(), Ok(RunDue::Later(_)));
-            run(look, EXPIRE);
+            run(admin, EXPIRE);
             assert_eq!(run_it().unwrap(), RunDue::Ran);
             assert_eq!(attempts.into_inner(), 1 << 16);
         } else {
@@ -113,13 +113,13 @@ fn a_claim_of_a_single_look_whose_reply_is_lost_counts_as_an_attempt_and_runs_ag
 fn a_tick_that_crashed_longer_ago_than_its_grace_is_not_run_again() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     due(&REPORT, &pool, 1);
     // There is no tick but this one.
-    crash(&REPORT, &pool, look);
+    crash(&REPORT, &pool, admin);
     let only = |_: DateTime<Utc>| None;
     let age = number(
-        look,
+        admin,
         "(SELECT ceil(date_part('epoch', clock_timestamp() - tick)) FROM resource_control.schedule)",
     );
     let age = Duration::from_secs(age.try_into().unwrap());
@@ -179,14 +179,14 @@ fn a_deleted_row_does_not_restart_the_tokens_of_a_schedule() {
 fn an_error_that_says_nothing_is_stored_as_failed() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for error in ["", "\0"] {
         let schedule = REPORT.key(error.len());
         due(&schedule, &pool, 1);
         let ran = wait(schedule.run_due(&pool, hourly, work!(|_tick| Err::<(), _>(error))));
         assert_eq!(ran.unwrap(), RunDue::Ran);
         let failed = "(SELECT bool_and(state = 'failed' AND error > '') FROM resource_control.schedule_state)";
-        assert!(truth(look, failed));
+        assert!(truth(admin, failed));
         assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
     }
 }
@@ -195,12 +195,12 @@ fn an_error_that_says_nothing_is_stored_as_failed() {
 fn a_schedule_that_never_ran_can_be_paused() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     assert!(!wait(REPORT.resume(&pool)).unwrap());
     assert!(wait(REPORT.pause(&pool)).unwrap());
     assert!(!wait(REPORT.pause(&pool)).unwrap());
     assert!(truth(
-        look,
+        admin,
         "(SELECT state = 'new' AND paused_at <= clock_timestamp() FROM resource_control.schedule_state)"
     ));
     assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
@@ -212,7 +212,7 @@ fn a_schedule_that_never_ran_can_be_paused() {
     assert!(!wait(REPORT.resume(&pool)).unwrap());
     assert_eq!(looked(&REPORT, &pool), RunDue::Ran);
     assert!(truth(
-        look,
+        admin,
         "(SELECT bool_and(paused_at IS NULL) FROM resource_control.schedule_state)"
     ));
     assert_matches!(wait(Schedule::named("").pause(&pool)), Err(Error::Input(_)));
@@ -222,7 +222,7 @@ fn a_schedule_that_never_ran_can_be_paused() {
 fn a_run_that_has_begun_ends_though_its_schedule_is_paused() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     due(&REPORT, &pool, 1);
     // A run that renews itself meanwhile.
     let schedule = REPORT.clone().after_crash(LEASE, 3);
@@ -232,15 +232,15 @@ fn a_run_that_has_begun_ends_though_its_schedule_is_paused() {
         hourly,
         work!(|tick| {
             assert!(reply!(REPORT.pause(&pool))?);
-            let before = number(look, expiry);
-            eventually("it was renewed", || number(look, expiry) > before);
+            let before = number(admin, expiry);
+            eventually("it was renewed", || number(admin, expiry) > before);
             assert!(!tick.is_lost());
             Ok::<_, Error>(())
         }),
     ));
     assert_eq!(ran.unwrap(), RunDue::Ran);
     assert!(truth(
-        look,
+        admin,
         "(SELECT state = 'done' AND paused_at < ended_at FROM resource_control.schedule_state)"
     ));
     assert_eq!(looked(&schedule, &pool), RunDue::Paused);
@@ -249,18 +249,18 @@ fn a_run_that_has_begun_ends_though_its_schedule_is_paused() {
 #[test]
 fn a_paused_schedule_takes_no_tick_also_of_a_run_that_has_crashed() {
     let database = installed();
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     {
         let pool = pool(&database, 2);
         due(&REPORT, &pool, 1);
-        crash(&REPORT, &pool, look);
+        crash(&REPORT, &pool, admin);
         assert!(wait(REPORT.pause(&pool)).unwrap());
         assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
     }
     // Also for those who come later.
     let (later, pool) = (REPORT.clone(), pool(&database, 2));
     assert_eq!(looked(&later, &pool), RunDue::Paused);
-    assert_eq!(text(look, STATE), "crashed");
+    assert_eq!(text(admin, STATE), "crashed");
     assert!(wait(later.resume(&pool)).unwrap());
     let attempt = AtomicU64::new(0);
     let ran = wait(later.run_due(
@@ -312,9 +312,9 @@ fn what_was_missed_in_a_pause_is_caught_up_with_as_the_schedule_says() {
         assert_eq!(looked(&schedule, &pool), RunDue::Paused);
         assert!(wait(schedule.resume(&pool)).unwrap());
         let missed = std::sync::Mutex::new(Vec::new());
-        let mut look = RunDue::Ran;
-        while look == RunDue::Ran {
-            look = wait(schedule.run_due(
+        let mut admin = RunDue::Ran;
+        while admin == RunDue::Ran {
+            admin = wait(schedule.run_due(
                 &pool,
                 hourly,
                 work!(|tick| {
@@ -385,7 +385,7 @@ fn looked_by(
 fn who_registers_or_claims_stores_what_comes_next_and_who_ends_a_run_does_not() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let next = hourly(Utc::now()).unwrap();
     let is_next = |conn: &mut PgConnection, from: &str, hours: i64| {
         let next = (next + TimeDelta::hours(hours)).to_rfc3339();
@@ -401,23 +401,23 @@ fn who_registers_or_claims_stores_what_comes_next_and_who_ends_a_run_does_not() 
     };
     // The true rest, and not the longest pause of a loop.
     assert!(rest > Duration::from_secs(60), "{rest:?}");
-    assert!(is_next(look, "<= clock_timestamp()", 0));
+    assert!(is_next(admin, "<= clock_timestamp()", 0));
     assert!(wait(make_tick_due(&REPORT, &pool, HOUR)).unwrap());
-    assert!(is_next(look, "<= clock_timestamp() - interval '1 h'", -1));
+    assert!(is_next(admin, "<= clock_timestamp() - interval '1 h'", -1));
     let ran = wait(REPORT.run_due(
         &pool,
         hourly,
         work!(|_tick| {
-            assert!(is_next(look, "= tick", 0));
+            assert!(is_next(admin, "= tick", 0));
             run(
-                look,
+                admin,
                 "UPDATE resource_control.schedule SET next_at = next_at + interval '1 h'",
             );
             Err::<(), _>("no luck")
         }),
     ));
     assert_eq!(ran.unwrap(), RunDue::Ran);
-    assert!(is_next(look, "= tick", 1));
+    assert!(is_next(admin, "= tick", 1));
 }
 
 /// Its time was moved to some hours ago, or to later today.
@@ -425,26 +425,26 @@ fn who_registers_or_claims_stores_what_comes_next_and_who_ends_a_run_does_not() 
 fn a_time_that_was_never_in_force_does_not_run_and_the_new_one_does() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for (index, catch_up) in [CatchUp::Latest, CatchUp::Skip(48 * HOUR), CatchUp::All(100)]
         .into_iter()
         .enumerate()
     {
         for (hours, earlier) in [(5, -8), (5, 9)] {
             let schedule = REPORT.key(index).key(earlier).catch_up(catch_up);
-            run(look, "DELETE FROM resource_control.schedule");
+            run(admin, "DELETE FROM resource_control.schedule");
             assert_matches!(looked_by(&schedule, &pool, daily(hours)), RunDue::Later(_));
             assert!(wait(make_tick_due(&schedule, &pool, 24 * HOUR)).unwrap());
             assert_eq!(looked_by(&schedule, &pool, daily(hours)), RunDue::Ran);
-            let before = row(look, "counted_from");
+            let before = row(admin, "counted_from");
             // Both ways: sooner, and later.
             for edited in [earlier, hours, earlier] {
                 assert_matches!(looked_by(&schedule, &pool, daily(edited)), RunDue::Later(_));
                 let next = daily(edited)(Utc::now()).unwrap().to_rfc3339();
                 let stored = format!("(SELECT next_at = '{next}' FROM resource_control.schedule)");
-                assert!(truth(look, &stored), "{catch_up:?}, {edited}");
+                assert!(truth(admin, &stored), "{catch_up:?}, {edited}");
             }
-            assert_eq!(row(look, "counted_from"), before);
+            assert_eq!(row(admin, "counted_from"), before);
             let far = Duration::from_secs(86400);
             assert!(wait(make_tick_due(&schedule, &pool, far)).unwrap());
             assert_eq!(looked_by(&schedule, &pool, daily(earlier)), RunDue::Ran);
@@ -457,10 +457,10 @@ fn a_time_that_was_never_in_force_does_not_run_and_the_new_one_does() {
 fn a_due_tick_of_another_expression_runs_alone() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for (index, catch_up) in [CatchUp::Latest, CatchUp::All(100)].into_iter().enumerate() {
         let schedule = REPORT.key(index).catch_up(catch_up);
-        run(look, "DELETE FROM resource_control.schedule");
+        run(admin, "DELETE FROM resource_control.schedule");
         due(&schedule, &pool, 5);
         let edited = beside(10);
         let expected = hourly(Utc::now() - 5 * HOUR).unwrap();
@@ -475,7 +475,7 @@ fn a_due_tick_of_another_expression_runs_alone() {
         assert_eq!(ran.unwrap(), RunDue::Ran, "{catch_up:?}");
         assert_matches!(looked_by(&schedule, &pool, edited), RunDue::Later(_));
         assert!(truth(
-            look,
+            admin,
             "(SELECT counted_from = tick AND next_at > clock_timestamp() FROM resource_control.schedule)"
         ));
     }
@@ -485,14 +485,14 @@ fn a_due_tick_of_another_expression_runs_alone() {
 fn a_tick_that_is_too_old_is_passed_over_in_the_row_too() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let schedule = REPORT
         .clone()
         .catch_up(CatchUp::Skip(Duration::from_micros(1)));
     due(&schedule, &pool, 5);
     assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
     assert!(truth(
-        look,
+        admin,
         "(SELECT next_at - counted_from = interval '1 h' AND next_at > clock_timestamp() AND tick IS NULL FROM resource_control.schedule)"
     ));
 }
@@ -502,15 +502,15 @@ fn a_tick_that_is_too_old_is_passed_over_in_the_row_too() {
 fn a_schedule_that_a_pause_has_registered_counts_from_its_first_look() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     assert!(wait(REPORT.pause(&pool)).unwrap());
     assert!(truth(
-        look,
+        admin,
         "(SELECT next_at IS NULL FROM resource_control.schedule)"
     ));
     // It was paused long ago.
     run(
-        look,
+        admin,
         "UPDATE resource_control.schedule SET counted_from = counted_from - interval '5 h'",
     );
     assert!(wait(REPORT.resume(&pool)).unwrap());
@@ -518,11 +518,11 @@ fn a_schedule_that_a_pause_has_registered_counts_from_its_first_look() {
     let no_more = |_: DateTime<Utc>| None;
     assert_eq!(looked_by(&REPORT, &pool, no_more), RunDue::Never);
     assert!(truth(
-        look,
+        admin,
         "(SELECT next_at = 'infinity' FROM resource_control.schedule)"
     ));
     assert!(truth(
-        look,
+        admin,
         "(SELECT next_at IS NULL FROM resource_control.schedule_state)"
     ));
     // There are ticks again.
@@ -547,7 +547,7 @@ fn failed(schedule: &Schedule, pool: &PgPool, attempt: i32) {
 fn a_failed_tick_is_retried_after_a_pause_that_doubles_and_so_many_times() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let schedule = REPORT.clone().retry(3, 10 * HOUR);
     due(&schedule, &pool, 1);
     for (attempt, pause) in [(1, 10), (2, 20), (3, 24)] {
@@ -555,9 +555,9 @@ fn a_failed_tick_is_retried_after_a_pause_that_doubles_and_so_many_times() {
         let stored = format!(
             "(SELECT retry_at - ended_at BETWEEN interval '{pause} h -1 min' AND interval '{pause} h 1 min' AND state = 'failed' AND error = 'no luck' AND expires_at IS NULL FROM resource_control.schedule_state)"
         );
-        assert!(truth(look, &stored), "{attempt}");
+        assert!(truth(admin, &stored), "{attempt}");
         assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
-        run(look, EXPIRE);
+        run(admin, EXPIRE);
         // Only a handle with `retry` does so, and a pause holds it.
         assert_matches!(looked(&REPORT, &pool), RunDue::Later(_));
         assert!(wait(schedule.pause(&pool)).unwrap());
@@ -566,7 +566,7 @@ fn a_failed_tick_is_retried_after_a_pause_that_doubles_and_so_many_times() {
     }
     failed(&schedule, &pool, 4);
     assert!(truth(
-        look,
+        admin,
         "(SELECT retry_at IS NULL AND state = 'failed' FROM resource_control.schedule_state)"
     ));
     assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
@@ -579,9 +579,9 @@ fn a_failed_tick_is_retried_after_a_pause_that_doubles_and_so_many_times() {
 fn a_newer_tick_replaces_a_retry_except_under_all() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for catch_up in [CatchUp::Latest, CatchUp::Skip(48 * HOUR), CatchUp::All(100)] {
-        run(look, "DELETE FROM resource_control.schedule");
+        run(admin, "DELETE FROM resource_control.schedule");
         let schedule = REPORT.clone().catch_up(catch_up).retry(1, HOUR);
         due(&schedule, &pool, 1);
         failed(&schedule, &pool, 1);
@@ -590,7 +590,7 @@ fn a_newer_tick_replaces_a_retry_except_under_all() {
             // Also what was asked for waits.
             assert!(wait(schedule.trigger(&pool)).unwrap());
             assert_matches!(looked(&schedule, &pool), RunDue::Later(rest) if *rest <= HOUR);
-            run(look, EXPIRE);
+            run(admin, EXPIRE);
             failed(&schedule, &pool, 2);
             assert_eq!(looked(&schedule, &pool), RunDue::Ran);
         }
@@ -603,7 +603,7 @@ fn a_newer_tick_replaces_a_retry_except_under_all() {
 fn crashes_and_failures_of_a_tick_are_counted_apart() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let schedule = REPORT.clone().after_crash(HOUR, 2).retry(1, HOUR);
     let attempt = AtomicU64::new(0);
     let dies = || {
@@ -622,12 +622,12 @@ fn crashes_and_failures_of_a_tick_are_counted_apart() {
     due(&schedule, &pool, 1);
     failed(&schedule, &pool, 1);
     for _ in 0..2 {
-        run(look, EXPIRE);
+        run(admin, EXPIRE);
         dies();
-        eventually("it is stored", || text(look, STATE) == "crashed");
+        eventually("it is stored", || text(admin, STATE) == "crashed");
     }
     assert_eq!(attempt.into_inner(), 3);
-    run(look, EXPIRE);
+    run(admin, EXPIRE);
     assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
 }
 
@@ -635,21 +635,21 @@ fn crashes_and_failures_of_a_tick_are_counted_apart() {
 fn a_triggered_run_changes_nothing_of_what_comes_next() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     due(&REPORT, &pool, 3);
     assert!(wait(REPORT.pause(&pool)).unwrap());
-    let before = row(look, PLAN);
+    let before = row(admin, PLAN);
     // Two before one is taken are one.
     assert!(wait(REPORT.trigger(&pool)).unwrap());
     assert!(!wait(REPORT.trigger(&pool)).unwrap());
-    let asked = row(look, "triggered_at");
+    let asked = row(admin, "triggered_at");
     // Also while the schedule is paused. One more is asked for during the run.
     let ran = wait(REPORT.run_due(
         &pool,
         hourly,
         work!(|tick| {
             assert!(tick.at() > Utc::now() - HOUR && tick.missed() == 0);
-            assert_eq!(row(look, "tick"), asked);
+            assert_eq!(row(admin, "tick"), asked);
             assert!(reply!(REPORT.trigger(&pool))?);
             let others = reply!(REPORT.run_due(&pool, hourly, work!(|_tick| panics())))?;
             assert_matches!(others, RunDue::Later(_));
@@ -659,15 +659,15 @@ fn a_triggered_run_changes_nothing_of_what_comes_next() {
     assert_eq!(ran.unwrap(), RunDue::Ran);
     assert_eq!(looked(&REPORT, &pool), RunDue::Ran);
     assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
-    assert_eq!(row(look, PLAN), before);
+    assert_eq!(row(admin, PLAN), before);
     // A crash of it runs again, as that of any other.
     assert!(wait(REPORT.trigger(&pool)).unwrap());
     let died = catch_unwind(AssertUnwindSafe(|| {
         wait(REPORT.run_due(&pool, hourly, work!(|_tick| panics())))
     }));
     assert!(died.is_err());
-    eventually("it is stored", || text(look, STATE) == "crashed");
-    run(look, EXPIRE);
+    eventually("it is stored", || text(admin, STATE) == "crashed");
+    run(admin, EXPIRE);
     let attempt = AtomicU64::new(0);
     let ran = wait(REPORT.run_due(
         &pool,
@@ -680,7 +680,7 @@ fn a_triggered_run_changes_nothing_of_what_comes_next() {
     assert_eq!((ran.unwrap(), attempt.into_inner()), (RunDue::Ran, 2));
     assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
     // What was missed is missed still.
-    assert_eq!(row(look, PLAN), before);
+    assert_eq!(row(admin, PLAN), before);
     assert!(wait(REPORT.resume(&pool)).unwrap());
     let missed = AtomicU64::new(0);
     let ran = wait(REPORT.run_due(
@@ -704,7 +704,7 @@ fn a_triggered_run_changes_nothing_of_what_comes_next() {
 fn a_run_that_is_too_long_is_told_and_its_tick_is_free_when_the_work_has_stopped() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let limit = Duration::from_secs(4);
     let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
     due(&schedule, &pool, 1);
@@ -719,7 +719,7 @@ fn a_run_that_is_too_long_is_told_and_its_tick_is_free_when_the_work_has_stopped
         ));
         matches!(ran, Err(Error::PermitLost(_)))
             && truth(
-                look,
+                admin,
                 "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' AND expires_at <= clock_timestamp() FROM resource_control.schedule_state)",
             )
     });
@@ -732,14 +732,14 @@ fn a_run_that_is_too_long_is_told_and_its_tick_is_free_when_the_work_has_stopped
         }),
     ));
     assert_eq!(again.unwrap(), RunDue::Ran);
-    assert_eq!(text(look, STATE), "done");
+    assert_eq!(text(admin, STATE), "done");
 }
 
 #[test]
 fn others_look_more_seldom_the_longer_a_run_lasts() {
     let database = installed();
     let pool = pool(&database, 3);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     due(&REPORT, &pool, 1);
     let ran = wait(REPORT.run_due(
         &pool,
@@ -748,7 +748,7 @@ fn others_look_more_seldom_the_longer_a_run_lasts() {
             let mut rests = Vec::new();
             for minutes in [0, 4, 40] {
                 run(
-                    look,
+                    admin,
                     &format!("UPDATE resource_control.schedule SET started_at = started_at - interval '{minutes} min'"),
                 );
                 let others = reply!(REPORT.run_due(&pool, hourly, work!(|_tick| panics())))?;

@@ -1,4 +1,5 @@
-//! Session locks in a scope, on a connection of the caller.
+//! `with_on` and `try_with_on`: session locks for the duration of a closure, on a connection of the
+//! caller.
 
 use std::thread;
 
@@ -14,7 +15,7 @@ use crate::support::{Observer, Wanted, eventually, number, run};
 static LOCK: AdvisoryLock = AdvisoryLock::named("scopes");
 
 #[test]
-fn it_is_held_in_the_scope_and_free_after_it() {
+fn a_lock_is_held_in_the_scope_and_free_after_it() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
@@ -49,10 +50,10 @@ fn a_busy_lock_is_not_waited_for_by_the_try() {
             let tried: Result<Attempt<()>, Error> = wait(
                 wanted
                     .lock
-                    .try_with_on(conn, work!(|_conn| panic!("it is busy"))),
+                    .try_with_on(conn, work!(|_conn| panic!("the lock is busy"))),
             );
             assert_eq!(tried.unwrap(), Attempt::Busy);
-            assert_eq!(observer.all_held(), 1, "the foreign one");
+            assert_eq!(observer.all_held(), 1, "only the foreign lock");
             wait(execute(conn, "SELECT 1")).unwrap();
         });
         drop(holder);
@@ -61,7 +62,7 @@ fn a_busy_lock_is_not_waited_for_by_the_try() {
 }
 
 #[test]
-fn it_waits_for_the_holder() {
+fn a_scope_waits_for_the_holder_of_the_lock() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
@@ -75,7 +76,7 @@ fn it_waits_for_the_holder() {
                     held.unwrap();
                 });
             });
-            eventually("it waits on the server", || {
+            eventually("the lock is awaited on the server", || {
                 observer.waiters(wanted.key()) == 1
             });
             drop(holder);
@@ -117,7 +118,7 @@ fn a_transaction_that_is_left_open_is_rolled_back_and_reported() {
     const WRITE: &str = "INSERT INTO written DEFAULT VALUES";
     for (is_nested, is_plain) in [(false, false), (true, false), (false, true)] {
         if IS_ASYNC && is_plain {
-            continue; // diesel-async does not see it
+            continue; // diesel-async does not notice a transaction of plain SQL
         }
         on_one(&pool, |conn| {
             let left: Result<(), Error> = wait(LOCK.with_on(

@@ -1,4 +1,5 @@
-//! The promise of a semaphore, read from its log after several processes with several threads each have hammered it.
+//! Several processes with several threads each claim the slots of a semaphore. Its log then shows
+//! that no promise was broken.
 
 use std::collections::HashMap;
 use std::env;
@@ -14,10 +15,10 @@ use crate::support::{installed, number, run};
 
 const URL: &str = "INTERLOCK_TEST_CONTENTION";
 const LASTS: Duration = Duration::from_secs(2);
-/// How many claims of each process there are at least.
+/// The least number of claims of each process.
 const ENOUGH: usize = 8;
 
-/// A request, with the times from which on it counted and no longer did.
+/// A request, and the times at which it began and ended to hold its slot.
 #[derive(QueryableByName, Debug)]
 struct Row {
     #[diesel(sql_type = BigInt)]
@@ -40,18 +41,19 @@ fn unix() -> f64 {
     now.unwrap().as_secs_f64()
 }
 
-/// Three threads claim, renew and end permits, with the number of slots that `slots` tells. Returns the token, the slots of the handle,
-/// and when the claim was sent and had returned.
+/// Three threads claim, renew and end permits of a semaphore with `slots(elapsed)` slots. Returns
+/// for each claim the token, the slots of the handle, and the times at which the claim was sent and
+/// had returned.
 fn hammer(url: &str, slots: impl Fn(Duration) -> u32 + Sync) -> Vec<(i64, u32, f64, f64)> {
     let (pool, claims) = (make_pool(url, 3, LASTS * 10), Mutex::new(Vec::new()));
     let began = Instant::now();
     std::thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| {
-                // On a busy machine until there were enough.
+                // On a slow machine for longer, until there were enough claims.
                 let is_over = |claims: usize| began.elapsed() >= LASTS && claims >= ENOUGH;
                 while !is_over(claims.lock().unwrap().len()) {
-                    assert!(began.elapsed() < 60 * LASTS, "it hangs");
+                    assert!(began.elapsed() < 60 * LASTS, "the claims hang");
                     let slots = slots(began.elapsed());
                     let semaphore = Semaphore::named("hammered", slots, LASTS / 16);
                     let sent = unix();
@@ -76,14 +78,14 @@ fn hammer(url: &str, slots: impl Fn(Duration) -> u32 + Sync) -> Vec<(i64, u32, f
     claims.into_inner().unwrap()
 }
 
-/// On a busy machine a permit may expire before its holder goes on.
+/// On a slow machine a permit may expire before its holder ends it.
 fn assert_in_time_or_lost(ended: Result<()>) {
     if let Err(error) = ended {
         assert!(matches!(error, Error::PermitLost(_)), "{error}");
     }
 }
 
-/// Runs the same test in another process, where it only hammers, and prints its claims.
+/// Runs the same test in a child process, where it only claims slots, and prints its claims.
 fn process(test: &str, url: &str) -> Child {
     let name = format!("suite::semaphore_contention::{test}");
     Command::new(env::current_exe().unwrap())
@@ -119,18 +121,18 @@ fn printed(process: Child) -> Vec<(i64, u32, f64, f64)> {
         .collect()
 }
 
-/// Hammers from three processes, and checks what the log says.
+/// Claims slots in three processes, and checks the log.
 fn contend(test: &str, slots: impl Fn(Duration) -> u32 + Sync, isolation: &str) {
     if let Ok(url) = env::var(URL) {
         return print(hammer(&url, slots));
     }
     let database = installed();
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let alter = format!(
         "ALTER DATABASE {} SET default_transaction_isolation = '{isolation}'",
         database.name()
     );
-    run(look, &alter);
+    run(admin, &alter);
     let others = [(); 2].map(|()| process(test, &database.url()));
     let mut claims: HashMap<_, _> = HashMap::new();
     let mut add = |all: Vec<(i64, u32, f64, f64)>| {
@@ -142,17 +144,17 @@ fn contend(test: &str, slots: impl Fn(Duration) -> u32 + Sync, isolation: &str) 
     add(hammer(&database.url(), slots));
     others.into_iter().for_each(|other| add(printed(other)));
 
-    let rows: Vec<Row> = diesel::sql_query(ROWS).load(look).unwrap();
+    let rows: Vec<Row> = diesel::sql_query(ROWS).load(admin).unwrap();
     assert_eq!(
         rows.len(),
         claims.len(),
-        "each claim was returned to its caller"
+        "each claim in the log was returned to its caller"
     );
     assert!(rows.len() > 20, "only {} claims", rows.len());
     let largest = claims.values().map(|claim| claim.0).max().unwrap() as usize;
     for (index, row) in rows.iter().enumerate() {
         assert!(row.is_after_the_last_in_its_slot, "{row:?}");
-        // Nobody holds a slot for as long as a thousand others come and go.
+        // No request overlaps with one that began a thousand requests earlier.
         let earlier = rows[index.saturating_sub(1000)..index].iter();
         let live: Vec<_> = earlier.filter(|other| other.ended > row.began).collect();
         assert!(live.len() < largest, "{live:?} beside {row:?}");
@@ -167,38 +169,42 @@ fn contend(test: &str, slots: impl Fn(Duration) -> u32 + Sync, isolation: &str) 
         );
     }
     let services = "(SELECT count(DISTINCT service) FROM resource_control.service_request)";
-    assert_eq!(number(look, services), 1);
+    assert_eq!(number(admin, services), 1);
 }
 
 #[test]
-fn never_more_than_the_slots() {
-    contend("never_more_than_the_slots", |_| 4, "read committed");
-}
-
-#[test]
-fn of_one_slot_the_tokens_grow_from_holder_to_holder() {
+fn never_more_requests_are_in_flight_than_slots() {
     contend(
-        "of_one_slot_the_tokens_grow_from_holder_to_holder",
+        "never_more_requests_are_in_flight_than_slots",
+        |_| 4,
+        "read committed",
+    );
+}
+
+#[test]
+fn the_tokens_of_one_slot_grow_from_holder_to_holder() {
+    contend(
+        "the_tokens_of_one_slot_grow_from_holder_to_holder",
         |_| 1,
         "repeatable read",
     );
 }
 
 #[test]
-fn while_instances_disagree_the_larger_number_holds() {
+fn while_instances_disagree_the_larger_number_of_slots_holds() {
     let random = |_| fastrand::u32(2..=6);
     contend(
-        "while_instances_disagree_the_larger_number_holds",
+        "while_instances_disagree_the_larger_number_of_slots_holds",
         random,
         "read committed",
     );
 }
 
 #[test]
-fn a_number_that_is_lowered_holds_for_new_claims() {
+fn a_lowered_number_of_slots_holds_for_new_claims() {
     let falls = |after: Duration| 6 - (after.as_millis() / 150 % 5) as u32;
     contend(
-        "a_number_that_is_lowered_holds_for_new_claims",
+        "a_lowered_number_of_slots_holds_for_new_claims",
         falls,
         "serializable",
     );

@@ -13,7 +13,7 @@ use crate::support::{
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
-/// Crowds may wait for each other for long.
+/// The timeout of a pool whose connections a crowd of waiters shares.
 const LONG: Duration = Duration::from_secs(600);
 const ONE: Semaphore = Semaphore::named("geocoder", 1, HOUR);
 
@@ -33,7 +33,7 @@ fn a_waiter_gets_the_slot_that_is_released_completed_or_expires() {
         let waiting = make_pool(&proxy.url(), 1, LONG);
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| wait(ONE.acquire(&waiting)).unwrap());
-            eventually("it has been refused", || proxy.round_trips() > 5);
+            eventually("the waiter has been refused", || proxy.round_trips() > 5);
             match end {
                 0 => wait(permit.release()).unwrap(),
                 1 => drop(permit),
@@ -54,8 +54,8 @@ fn a_wait_that_timed_out_returns_the_last_refusal() {
     let database = installed();
     let pool = pool(&database, 1);
     let permit = taken(&ONE, &pool);
-    // On a machine that is too slow, no try has a reply in its time.
-    once_at_least("it returns a refusal", || {
+    // On a slow machine no try has a reply in time, so rounds are repeated.
+    once_at_least("the wait returns a refusal", || {
         match wait(ONE.acquire_timeout(&pool, Duration::from_secs(1))) {
             Ok(waited) => {
                 let full = waited.full().expect("the slot is taken");
@@ -74,7 +74,7 @@ fn a_wait_that_timed_out_returns_the_last_refusal() {
 }
 
 #[test]
-fn a_pool_without_a_connection_is_an_error_and_no_refusal() {
+fn an_exhausted_pool_is_an_error_and_not_a_refusal() {
     let database = installed();
     let pool = impatient_pool(&database, Duration::from_millis(200));
     on_one(&pool, |_| {
@@ -99,7 +99,11 @@ fn a_holder_and_its_waiters_share_one_connection() {
             scope.spawn(|| {
                 for _ in 0..10 {
                     let permit = wait(ONE.acquire(&pool)).unwrap();
-                    assert_eq!(ran.fetch_add(1, Ordering::SeqCst) % 2, 0, "two hold it");
+                    assert_eq!(
+                        ran.fetch_add(1, Ordering::SeqCst) % 2,
+                        0,
+                        "two callers hold the slot"
+                    );
                     wait(on_first(&pool, "SELECT 1")).unwrap();
                     ran.fetch_add(1, Ordering::SeqCst);
                     wait(permit.release()).unwrap();
@@ -127,9 +131,9 @@ fn a_waiter_holds_neither_connection_nor_snapshot_between_its_tries() {
     });
 }
 
-/// The oldest of a crowd polls, and the n-th asks every n - 1 seconds.
+/// The oldest waiter polls, and the n-th claims every n − 1 seconds.
 #[test]
-fn a_crowd_of_waiters_is_served_and_asks_seldom() {
+fn a_crowd_of_waiters_is_served_and_sends_few_claims() {
     const CROWD: u64 = 300;
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
@@ -150,15 +154,18 @@ fn a_crowd_of_waiters_is_served_and_asks_seldom() {
                 .unwrap()
         })
         .collect();
-    eventually("each has been refused", || {
-        // A check-out and a claim each.
+    eventually("each waiter has been refused", || {
+        // Each waiter needs two round trips: a check-out and a claim.
         proxy.round_trips() > 2 * CROWD
     });
-    eventually("a second passes in which not a fourth asks", || {
-        let before = proxy.round_trips();
-        std::thread::sleep(Duration::from_secs(1));
-        proxy.round_trips() - before < CROWD / 4
-    });
+    eventually(
+        "in some second, less than a quarter of the crowd claims",
+        || {
+            let before = proxy.round_trips();
+            std::thread::sleep(Duration::from_secs(1));
+            proxy.round_trips() - before < CROWD / 4
+        },
+    );
     assert_eq!(served.load(Ordering::SeqCst), 0);
     for permit in held {
         wait(permit.release()).unwrap();
@@ -167,10 +174,10 @@ fn a_crowd_of_waiters_is_served_and_asks_seldom() {
         waiter.join().unwrap();
     }
     assert_eq!(served.load(Ordering::SeqCst), CROWD);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     assert_eq!(
         number(
-            look,
+            admin,
             "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NULL)"
         ),
         0
@@ -188,7 +195,7 @@ fn a_granted_slot_wakes_the_next_waiter() {
         for _ in 0..4 {
             scope.spawn(|| {
                 let permit = wait(four.acquire(&pool)).unwrap();
-                // All four are held at once, so each has its slot while the others have theirs.
+                // Each of the four waits at the barrier until all have a slot.
                 barrier.wait();
                 wait(permit.release()).unwrap();
             });

@@ -26,7 +26,7 @@ fn is_full(semaphore: &Semaphore, pool: &PgPool) -> bool {
     wait(semaphore.try_acquire(pool)).unwrap().is_full()
 }
 
-/// Requests in flight, of all services.
+/// The number of requests in flight, of all services.
 fn in_flight(conn: &mut diesel::PgConnection) -> i64 {
     number(
         conn,
@@ -34,7 +34,7 @@ fn in_flight(conn: &mut diesel::PgConnection) -> i64 {
     )
 }
 
-/// All requests in flight have expired.
+/// Lets all requests in flight expire.
 fn expire(conn: &mut diesel::PgConnection) {
     run(
         conn,
@@ -44,7 +44,7 @@ fn expire(conn: &mut diesel::PgConnection) {
 }
 
 #[test]
-fn as_many_permits_as_slots_and_they_hold_no_connection() {
+fn there_are_as_many_permits_as_slots_and_they_hold_no_connection() {
     let database = installed();
     let pool = pool(&database, 1);
     let (one, two) = (taken(&GEOCODER, &pool), taken(&GEOCODER, &pool));
@@ -54,11 +54,11 @@ fn as_many_permits_as_slots_and_they_hold_no_connection() {
     let three = taken(&GEOCODER, &pool);
     assert!(three.remaining() > HOUR - MINUTE && !three.is_lost());
     drop((two, three));
-    let look = &mut database.connect();
-    assert_after_drop("nothing is in flight", || in_flight(look) == 0);
+    let admin = &mut database.connect();
+    assert_after_drop("nothing is in flight", || in_flight(admin) == 0);
     assert_eq!(
         number(
-            look,
+            admin,
             "(SELECT count(completed_at) FROM resource_control.service_request)"
         ),
         3
@@ -88,7 +88,7 @@ fn services_and_keys_have_slots_of_their_own() {
 
 #[test]
 fn bad_input_is_an_error_before_anything_is_sent() {
-    let database = Database::new(); // in which nothing is installed
+    let database = Database::new(); // without the schema
     let pool = pool(&database, 1);
     let named = |name| Semaphore::named(name, 1, HOUR);
     let long: &'static str = "x".repeat(1001).leak();
@@ -130,7 +130,7 @@ fn bad_input_is_an_error_before_anything_is_sent() {
 }
 
 #[test]
-fn the_bounds_themselves_are_good() {
+fn the_largest_and_smallest_valid_inputs_are_accepted() {
     let database = installed();
     let pool = pool(&database, 1);
     let longest: &'static str = "x".repeat(1000).leak();
@@ -142,13 +142,14 @@ fn the_bounds_themselves_are_good() {
     ] {
         wait(taken(&semaphore, &pool).release()).unwrap();
     }
-    // It has expired when the reply arrives, so it may be lost, and is no error before.
+    // A permit of a microsecond has expired when the reply arrives: it is lost, but the claim is no
+    // error.
     let soon = Semaphore::named("soon", 1, Duration::from_micros(1));
     assert!(taken(&soon, &pool).is_lost());
 }
 
 #[test]
-fn a_full_semaphore_tells_when_the_first_permit_expires() {
+fn a_full_semaphore_says_when_the_first_permit_expires() {
     let database = installed();
     let pool = pool(&database, 1);
     let _one = taken(&GEOCODER, &pool);
@@ -163,7 +164,7 @@ fn a_claim_costs_one_round_trip_and_so_do_its_refusal_renewal_and_release() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
-    // The connection is opened, its check and the statements are prepared.
+    // Opens the connection, and prepares its check and the statements.
     for _ in 0..2 {
         let permit = taken(&ONE, &pool);
         assert!(is_full(&ONE, &pool));
@@ -185,7 +186,7 @@ fn a_claim_costs_one_round_trip_and_so_do_its_refusal_renewal_and_release() {
 }
 
 #[test]
-fn what_was_claimed_can_be_ended_and_renewed_by_its_id_and_in_its_own_service_only() {
+fn a_request_can_be_completed_and_renewed_by_its_id_in_its_own_service_only() {
     let database = installed();
     let pool = pool(&database, 2);
     let id = taken(&ONE, &pool).detach();
@@ -193,21 +194,21 @@ fn what_was_claimed_can_be_ended_and_renewed_by_its_id_and_in_its_own_service_on
     assert!(!wait(other.renew(&pool, id)).unwrap());
     assert!(!wait(other.complete(&pool, id)).unwrap());
     assert!(is_full(&ONE, &pool));
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     run(
-        look,
+        admin,
         "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + interval '10 min'",
     );
     assert!(wait(ONE.renew(&pool, id)).unwrap());
     assert!(truth(
-        look,
+        admin,
         "(SELECT expires_at > clock_timestamp() + interval '50 min' FROM resource_control.service_request)"
     ));
     // A renewal never shortens.
     let short = Semaphore::named("geocoder", 1, Duration::from_secs(1));
     assert!(wait(short.renew(&pool, id)).unwrap());
     assert!(truth(
-        look,
+        admin,
         "(SELECT expires_at > clock_timestamp() + interval '50 min' FROM resource_control.service_request)"
     ));
     assert!(wait(ONE.complete(&pool, id)).unwrap());
@@ -218,13 +219,13 @@ fn what_was_claimed_can_be_ended_and_renewed_by_its_id_and_in_its_own_service_on
 }
 
 #[test]
-fn an_expired_permit_is_lost_and_changes_nothing_of_the_next_holder() {
+fn an_expired_permit_is_lost_and_does_not_affect_the_next_holder() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for end in 0..3 {
         let late = taken(&ONE, &pool);
-        expire(look);
+        expire(admin);
         let next = taken(&ONE, &pool);
         assert!(next.fencing_token() > late.fencing_token());
         match end {
@@ -240,28 +241,28 @@ fn an_expired_permit_is_lost_and_changes_nothing_of_the_next_holder() {
         assert!(is_full(&ONE, &pool));
         wait(next.release()).unwrap();
     }
-    eventually("nothing is in flight", || in_flight(look) == 0);
+    eventually("nothing is in flight", || in_flight(admin) == 0);
     let timed_out = "(SELECT count(timed_out_at) FROM resource_control.service_request)";
-    assert_eq!(number(look, timed_out), 3);
+    assert_eq!(number(admin, timed_out), 3);
 }
 
 #[test]
 fn an_expired_request_has_ended_before_anybody_claims_its_slot() {
     let database = installed();
     let pool = pool(&database, 1);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     let permit = taken(&ONE, &pool);
-    expire(look);
+    expire(admin);
     assert!(!wait(ONE.renew(&pool, permit.fencing_token())).unwrap());
     assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
     assert!(truth(
-        look,
+        admin,
         "(SELECT timed_out_at IS NOT NULL FROM resource_control.service_request)"
     ));
 }
 
 #[test]
-fn the_log_says_what_was_claimed() {
+fn the_log_contains_each_claim() {
     let database = installed();
     let pool = pool(&database, 1);
     let _permit = taken(&GEOCODER.key("Main St").details("web-3 pid 811"), &pool);
@@ -274,12 +275,12 @@ fn the_log_says_what_was_claimed() {
 }
 
 #[test]
-fn what_ended_long_ago_is_pruned_and_what_is_in_flight_never() {
+fn old_requests_are_pruned_and_requests_in_flight_never() {
     let database = installed();
     let pool = pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     run(
-        look,
+        admin,
         "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at, completed_at) \
          SELECT 'old', 0, now() - interval '31 days', now() - interval '31 days', now() - interval '31 days' \
          FROM generate_series(1, 10001)",
@@ -291,13 +292,13 @@ fn what_ended_long_ago_is_pruned_and_what_is_in_flight_never() {
     assert_eq!(wait(prune::requests(&pool, month)).unwrap(), 0);
     assert_eq!(
         number(
-            look,
+            admin,
             "(SELECT count(*) FROM resource_control.service_request)"
         ),
         2
     );
     assert_eq!(wait(prune::requests(&pool, Duration::ZERO)).unwrap(), 1);
-    assert_eq!(in_flight(look), 1);
+    assert_eq!(in_flight(admin), 1);
 }
 
 #[test]
@@ -323,7 +324,7 @@ fn a_stricter_default_isolation_level_changes_nothing() {
 }
 
 #[test]
-fn what_a_program_makes_of_its_session_changes_nothing() {
+fn settings_of_the_session_change_nothing() {
     let database = installed();
     run(
         &mut database.connect(),
@@ -376,9 +377,9 @@ fn a_claim_that_is_cancelled_leaves_nothing_behind() {
 fn a_pooled_session_that_has_ended_is_an_error_or_replaced_and_nothing_leaks() {
     let database = installed();
     let pool = unchecked_pool(&database, 2);
-    let look = &mut database.connect();
+    let admin = &mut database.connect();
     for _ in 0..5 {
-        // The other session of the pool may have ended, too.
+        // The other session of the pool may have ended, too, so a claim may fail once more.
         let permit = loop {
             match wait(ONE.try_acquire(&pool)) {
                 Ok(admission) => break admission.admitted().unwrap(),
@@ -386,13 +387,13 @@ fn a_pooled_session_that_has_ended_is_an_error_or_replaced_and_nothing_leaks() {
             }
         };
         run(
-            look,
+            admin,
             "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity \
              WHERE datname = current_database() AND pid <> pg_backend_pid()",
         );
         if let Err(error) = wait(permit.release()) {
             assert!(error.is_unavailable(), "{error}");
         }
-        eventually("the release follows", || in_flight(look) == 0);
+        eventually("the release follows", || in_flight(admin) == 0);
     }
 }

@@ -52,8 +52,9 @@ fn own_functions_and_types_in_the_search_path_hinder_nothing() {
     drop(holder);
 }
 
-/// Traps with the names of all of PostgreSQL's functions, types and relations. `operators.rs` has those
-/// for operators; where `public` comes before `pg_catalog`, operators are the caller's affair.
+/// Traps with the names of all of PostgreSQL's functions, types and relations. `operators.rs` has
+/// those for operators; where `public` comes before `pg_catalog`, operators are the caller's
+/// affair.
 #[test]
 fn no_function_and_no_type_is_looked_up_by_the_search_path() {
     static LEADS: Leader = Leader::named("leads", HOUR);

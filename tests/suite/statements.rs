@@ -38,7 +38,7 @@ struct Sends<'a>(&'a str, &'a str, &'a str, &'a dyn Fn(&PgPool, &str));
 #[test]
 fn the_page_has_every_statement_that_is_sent() {
     let (page, seen) = with_operations(|database, operations| {
-        let look = &mut database.connect();
+        let admin = &mut database.connect();
         let (mut page, mut section, mut seen) = (HEAD.to_owned(), "", Vec::new());
         for Sends(of, operation, purpose, work) in operations {
             let proxy = RoundTrips::recording(database);
@@ -54,7 +54,7 @@ fn the_page_has_every_statement_that_is_sent() {
                 if is_of_the_connection(&exchange.sql) {
                     continue;
                 }
-                let block = block(look, &exchange);
+                let block = block(admin, &exchange);
                 if !blocks.contains(&block) {
                     blocks.push(block);
                 }
@@ -229,8 +229,9 @@ fn assert_by_index(plan: &str, what: &str) {
     }
 }
 
-/// A hundred thousand rows in each table, as autovacuum leaves them. Reading a table as a whole costs in proportion to its rows, and
-/// finding one by an index hardly more, so a plan by an index at this size is one at every larger size.
+/// A hundred thousand rows in each table, as autovacuum leaves them. Reading a table as a whole
+/// costs in proportion to its rows, and finding one by an index hardly more, so a plan by an index
+/// at this size is one at every larger size.
 fn fill(conn: &mut PgConnection) {
     for (table, columns, values) in [
         (
@@ -270,9 +271,9 @@ fn is_of_the_connection(sql: &str) -> bool {
 }
 
 /// The parameters, the columns and the text of a statement.
-fn block(look: &mut PgConnection, exchange: &Exchange) -> String {
+fn block(admin: &mut PgConnection, exchange: &Exchange) -> String {
     let mut block = String::new();
-    let mut name = |kind: &u32| text(look, &format!("format_type({kind}, NULL)"));
+    let mut name = |kind: &u32| text(admin, &format!("format_type({kind}, NULL)"));
     match &exchange.parameters {
         None => block += "-- sent without parameters, and not prepared\n",
         Some(kinds) if kinds.is_empty() => {}

@@ -71,13 +71,13 @@ fn a_database_is_a_copy_of_the_template_and_goes_with_its_value() {
     let names = copies.each_ref().map(|copy| copy.name().to_owned());
     assert_ne!(names[0], names[1]);
     drop(copies);
-    let look = &mut server.connect();
+    let admin = &mut server.connect();
     for name in names {
         eventually("it is gone, although a pool was connected", || {
-            count(look, &name) == 0
+            count(admin, &name) == 0
         });
     }
-    assert_eq!(count(look, &template.1), 1);
+    assert_eq!(count(admin, &template.1), 1);
 }
 
 /// One of the processes of the next test: a name of the variable, and what it contains.
@@ -214,10 +214,10 @@ fn an_error_of_open_leaves_no_database() {
         }),
     ));
     assert_matches!(failed, Err(Error::TimedOut));
-    let look = &mut server.connect();
+    let admin = &mut server.connect();
     let name = name_of_copy.unwrap();
-    eventually("it is gone", || count(look, &name) == 0);
-    assert_eq!(count(look, made.name()), 1);
+    eventually("it is gone", || count(admin, &name) == 0);
+    assert_eq!(count(admin, made.name()), 1);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Attempts and passing time, in any order, have the decisions of a model.
 //!
-//! Time passes in hours, by rewriting the rows; the minutes at most that the test takes are no hour.
+//! Time passes in hours, by rewriting the rows; the minutes at most that the test takes are no
+//! hour.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -77,7 +78,8 @@ impl Model {
         self.last.insert(subject, last);
     }
 
-    /// Forgets what has been due for its interval, which is that of the last grant for a named throttle. Returns how many.
+    /// Forgets what has been due for its interval, which is that of the last grant for a named
+    /// throttle. Returns how many.
     fn prune(&mut self) -> u64 {
         let before = self.last.len();
         let of_resource = self.intervals[1];

@@ -1,4 +1,5 @@
-//! Attempts in a transaction of the caller, beside those of other sessions, and at every isolation level.
+//! Attempts in a transaction of the caller, beside those of other sessions, and at every isolation
+//! level.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -70,7 +71,8 @@ fn a_transaction_that_began_long_ago_sees_the_present() {
     });
 }
 
-/// A throttle that was due when it was read may be taken before it can be locked. A lock that stayed would deny it to all others.
+/// A throttle that was due when it was read may be taken before it can be locked. A lock that
+/// stayed would deny it to all others.
 #[test]
 fn who_comes_second_is_denied_and_keeps_no_lock() {
     let (database, pool) = declared();

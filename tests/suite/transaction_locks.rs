@@ -240,7 +240,8 @@ fn on_a_standby_it_is_an_error() {
     }
 }
 
-/// Check, then insert, as the article has it: without a lock ten requests book the server ten times.
+/// Check, then insert, as the article has it: without a lock ten requests book the server ten
+/// times.
 #[test]
 fn of_ten_requests_one_books_the_server() {
     for isolation in ["read committed", "repeatable read", "serializable"] {

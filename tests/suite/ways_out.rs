@@ -254,7 +254,8 @@ fn with_waits_works_and_releases() {
         let pool = pool(&database, 2);
         let value: Result<i32, Error> = wait(lock.with(&pool, work!(|_conn| Ok(7))));
         assert_eq!(value.unwrap(), 7);
-        // What has returned has released, each time, unless the server takes longer than two seconds.
+        // What has returned has released, each time, unless the server takes longer than two
+        // seconds.
         for _ in 0..20 {
             let began = Instant::now();
             let failed: Result<(), Error> = wait(lock.with(

@@ -94,18 +94,25 @@ impl Subject {
     ) -> Result<T> {
         let began = Instant::now();
         let result = work.await;
-        let (outcome, error) = match &result {
-            Ok(outcome) => (word(outcome), None),
-            Err(error) => ("failed", Some(error)),
-        };
+        self.report(operation, waits, began, result.as_ref().map(word));
+        result
+    }
+
+    /// The part of [`observe_any`](Self::observe_any) that a program compiles once.
+    fn report(
+        self,
+        operation: &'static str,
+        waits: bool,
+        began: Instant,
+        result: Result<&'static str, &Error>,
+    ) {
         Event {
             took: began.elapsed(),
             waits,
-            error,
-            ..self.event(operation, outcome)
+            error: result.err(),
+            ..self.event(operation, result.unwrap_or("failed"))
         }
         .emit();
-        result
     }
 
     /// Whether a holder begins after its claim: a leader or a run does, and a permit does not.

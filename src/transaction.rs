@@ -6,7 +6,7 @@
 //! both halves. Similarly, `Once` stores its mark only if `transaction_timestamp()` is still that
 //! of the transaction that took the lock, because the work may have ended that transaction.
 
-use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use crate::error::{Error, Result};
 use crate::session::{Session, Transaction, classify, explain, is_unknown, poll_once_quietly};
@@ -107,7 +107,15 @@ impl<'c, S: Session> Own<'c, S> {
     /// Commits after `Ok`, and rolls back after `Err`. If a nested transaction is still open, for
     /// example after a caught panic, all is rolled back, because Diesel would commit the nested one
     /// instead.
-    pub(crate) async fn end<T, E: From<Error>>(mut self, outcome: Result<T, E>) -> Result<T, E> {
+    pub(crate) async fn end<T, E: From<Error>>(self, outcome: Result<T, E>) -> Result<T, E> {
+        let ended = self.commit_or_roll_back(outcome.is_ok()).await;
+        let value = outcome?;
+        ended?;
+        Ok(value)
+    }
+
+    /// The part of [`end`](Self::end) that a program compiles once for each half.
+    async fn commit_or_roll_back(mut self, commits: bool) -> Result<()> {
         let depth = self.conn.depth();
         if depth != self.depth {
             let is_alive = self.conn.is_alive().await;
@@ -115,35 +123,31 @@ impl<'c, S: Session> Own<'c, S> {
             let before = self.conn.transaction();
             let _ = self.conn.batch(self.rollback).await;
             self.note_rollback(before);
-            outcome?;
-            let error = if !is_alive {
+            return Err(if !is_alive {
                 let report = Box::new("the session has ended".to_owned());
                 DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, report).into()
             } else if depth < self.depth {
                 Error::TransactionEnded
             } else {
                 refusal(Transaction::Broken)
-            };
-            return Err(error.into());
+            });
         }
         self.is_open = false;
-        let end: QueryResult<()> = match &outcome {
-            Ok(_) => self.conn.commit().await,
-            Err(_) => self.conn.rollback().await,
-        };
-        match (outcome, end) {
-            (Ok(_), Err(error)) => {
-                let may_be_open = is_unknown(&error) && self.depth == 1;
-                let error = classify(self.conn, error).await;
-                // A COMMIT that was cancelled before it began leaves the transaction open, although
-                // diesel-async believes that it has ended.
-                if may_be_open && self.conn.batch("ROLLBACK").await.is_err() {
-                    self.conn.mark_broken();
-                }
-                Err(error.into())
-            }
-            (outcome, _) => outcome,
+        if !commits {
+            let _ = self.conn.rollback().await;
+            return Ok(());
         }
+        let Err(error) = self.conn.commit().await else {
+            return Ok(());
+        };
+        let may_be_open = is_unknown(&error) && self.depth == 1;
+        let error = classify(self.conn, error).await;
+        // A COMMIT that was cancelled before it began leaves the transaction open, although
+        // diesel-async believes that it has ended.
+        if may_be_open && self.conn.batch("ROLLBACK").await.is_err() {
+            self.conn.mark_broken();
+        }
+        Err(error)
     }
 
     /// Leaves the transaction open, for [`LeftOpen::on`]. Until then nothing rolls it back.

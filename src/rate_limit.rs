@@ -455,3 +455,27 @@ impl_debug!(
     cost = this.cost,
     is_durable = this.is_durable
 );
+
+#[cfg(all(test, feature = "r2d2"))]
+mod tests {
+    use diesel::r2d2::{ConnectionManager, Pool};
+
+    use super::*;
+    use crate::PgPool;
+
+    #[test]
+    fn what_is_refused_is_not_kept() {
+        let nowhere = ConnectionManager::new("postgresql://nobody@/nothing?host=/nowhere");
+        let pool: PgPool = Pool::builder().min_idle(Some(0)).build_unchecked(nowhere);
+        let limit = RateLimit::named("local", Quota::per_day(10));
+        let local = limit.local(pool.clone(), 5);
+        for i in 0..1000 {
+            let key = format!("{i} {}", "x".repeat(10_000));
+            assert!(matches!(local.check(&key), Err(Error::Input(_))));
+        }
+        assert_eq!(local.len(), 0);
+        let bad = RateLimit::named("", Quota::per_day(10)).local(pool, 5);
+        assert!(matches!(bad.check("key"), Err(Error::Input(_))));
+        assert_eq!(bad.len(), 0);
+    }
+}

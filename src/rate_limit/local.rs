@@ -1,8 +1,8 @@
 //! Rate limits that are checked in memory, against chunks of units taken from the row.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use super::check::{Check, Limited};
 use super::{Quota, RateLimit};
@@ -13,6 +13,7 @@ use crate::input::whole_seconds;
 use crate::metrics::Counters;
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply, impl_debug};
+use crate::sync::{Instant, Mutex, MutexGuard};
 
 /// How many keys are kept before those without units are looked for and removed.
 const KEYS: usize = 1024;
@@ -347,25 +348,9 @@ impl_debug!(
 );
 
 #[cfg(all(test, feature = "r2d2"))]
-mod tests {
-    use diesel::r2d2::{ConnectionManager, Pool};
-
-    use super::*;
-    use crate::PgPool;
-
-    #[test]
-    fn what_is_refused_is_not_kept() {
-        let nowhere = ConnectionManager::new("postgresql://nobody@/nothing?host=/nowhere");
-        let pool: PgPool = Pool::builder().min_idle(Some(0)).build_unchecked(nowhere);
-        let limit = RateLimit::named("local", Quota::per_day(10));
-        let local = limit.local(pool.clone(), 5);
-        for i in 0..1000 {
-            let key = format!("{i} {}", "x".repeat(10_000));
-            assert!(matches!(local.check(&key), Err(Error::Input(_))));
-        }
-        assert!(local.0.keys().by_name.is_empty());
-        let bad = RateLimit::named("", Quota::per_day(10)).local(pool, 5);
-        assert!(matches!(bad.check("key"), Err(Error::Input(_))));
-        assert!(bad.0.keys().by_name.is_empty());
+impl<P: Pool> LocalRateLimit<P> {
+    /// How many keys are in memory.
+    pub(super) fn len(&self) -> usize {
+        self.0.keys().by_name.len()
     }
 }

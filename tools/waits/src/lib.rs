@@ -1,4 +1,4 @@
-//! A model of queues, alarms and leases. It compiles their sources in `diesel_interlock` unchanged,
+//! A model of queues, alarms, leases and local rate limits. It compiles their sources in `diesel_interlock` unchanged,
 //! over a clock that stands still while a task works (`clock.rs`), and over locks whose order shuttle
 //! chooses (`sync.rs`). The rest of the crate and the server are stand-ins.
 //!
@@ -16,12 +16,14 @@
 //!   without time to yield tries at once. Units are tried for when they are refilled.
 //! - A holder's trust in a lease ends before the database lets another in, and never returns; a loss
 //!   wakes its waiters.
-//! - Units that memory grants were taken from the row.
+//! - Units that memory grants were taken from the row, by one caller of a key at a time. All of a
+//!   chunk is granted, though futures are dropped at any poll, but for a unit for each of them.
 #![cfg(test)]
 #![allow(dead_code, missing_docs, unreachable_pub)] // of the sources, not all is used here
 
 extern crate self as diesel; // lease.rs uses one type of Diesel's
 
+mod chunks;
 mod clock;
 mod leases;
 
@@ -38,8 +40,16 @@ mod watch;
 mod sources {
     pub(crate) mod alarm;
     pub(crate) mod lease;
+    pub(crate) mod rate_limit {
+        pub(crate) mod local;
+
+        use crate::chunks::rate_limit as check;
+        use crate::chunks::rate_limit::{Quota, RateLimit};
+    }
     pub(crate) mod waiting;
 }
 
 use sources::{alarm, lease, waiting};
-use stand_ins::{call, error, event, key, long_wait, metrics, mode, pool, sql_types, statement};
+use stand_ins::{
+    call, error, event, input, key, long_wait, metrics, mode, pool, sql_types, statement,
+};

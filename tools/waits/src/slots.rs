@@ -53,14 +53,15 @@ impl World {
 
     async fn claim<M: Mode>(&self) -> Option<Permit> {
         let world = self.clone();
-        M::run_detached(async move {
+        let runtime = M::Runtime::default();
+        let claim = M::run_detached(&runtime, None, async move {
             let _on_its_way = world.watch.send();
             M::run(sleep_until(Instant::now() + TRIP / 2)).await;
             let permit = world.take().then(|| Permit(world.clone()));
             M::run(sleep_until(Instant::now() + TRIP / 2)).await;
-            permit
-        })
-        .await
+            Ok(permit)
+        });
+        claim.await.unwrap()
     }
 
     async fn acquire<M: Mode>(&self, deadline: Option<Instant>) -> Option<Permit> {

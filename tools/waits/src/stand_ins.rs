@@ -8,6 +8,16 @@ pub(crate) mod error {
         TimedOut,
     }
 
+    impl Error {
+        pub(crate) const fn copy_unavailable(&self) -> Option<Self> {
+            match self {
+                Self::Pool(cause) => Some(Self::Pool(cause)),
+                Self::PermitLost(_) => None,
+                Self::TimedOut => Some(Self::TimedOut),
+            }
+        }
+    }
+
     pub(crate) type Result<T> = std::result::Result<T, Error>;
 }
 
@@ -33,11 +43,37 @@ pub(crate) mod event {
         }
 
         pub(crate) fn end(self, _: &str, _: Instant, _: Instant, _: &Result<()>) {}
+
+        pub(crate) async fn observe_as<T>(
+            self,
+            _: &str,
+            _: fn(&T) -> &'static str,
+            work: impl Future<Output = Result<T>>,
+        ) -> Result<T> {
+            work.await
+        }
+    }
+
+    pub(crate) trait Outcome {
+        fn word(&self) -> &'static str;
+    }
+}
+
+pub(crate) mod input {
+    pub(crate) const fn whole_seconds(duration: std::time::Duration) -> u64 {
+        duration.as_secs()
     }
 }
 
 pub(crate) mod metrics {
     use crate::event::Subject;
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Counters {}
+
+    impl Counters {
+        pub(crate) fn count(&self, _: Subject, _: bool, _: &str) {}
+    }
 
     #[derive(Debug)]
     pub(crate) struct Raised;
@@ -71,6 +107,13 @@ pub(crate) mod statement {
 
 pub(crate) mod pool {
     use std::time::Duration;
+
+    macro_rules! impl_debug {
+        ($($anything:tt)*) => {};
+    }
+    pub(crate) use impl_debug;
+
+    pub(crate) type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, Result<T>>;
 
     use crate::error::Result;
     use crate::mode::Mode;
@@ -124,7 +167,7 @@ pub(crate) mod call {
         then: impl FnOnce(bool, Instant) -> V + Send + 'static,
     ) -> Result<V> {
         let pool = pool.clone();
-        P::Mode::run_detached(async move {
+        P::Mode::run_detached(&P::Mode::runtime()?, None, async move {
             let (reply, sent) = ask(&pool, deadline, [statement]).await?;
             Ok(then(reply, sent))
         })
@@ -134,16 +177,29 @@ pub(crate) mod call {
 
 pub(crate) mod mode {
     use std::future::{poll_fn, ready};
-    use std::pin::pin;
+    use std::pin::{Pin, pin};
     use std::sync::{Arc, Mutex};
     use std::task::{Context, Poll, Waker};
+    use std::time::Duration;
 
     use crate::alarm::Alarm;
     use crate::clock::{block_on, lock, sleep_until, spawn};
+    use crate::error::Result;
     use crate::sync::Instant;
+
+    pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
     pub(crate) trait Mode: Send + Sync + 'static {
         type Runtime: Send + Sync + Default;
+        type Reply<'a, T: Send + 'a>;
+
+        fn drive<'a, T: Send + 'a>(
+            operation: impl Future<Output = T> + Send + 'a,
+        ) -> Self::Reply<'a, T>;
+
+        fn runtime() -> Result<Self::Runtime> {
+            Ok(Default::default())
+        }
 
         /// Awaits the server.
         fn run<T: Send>(
@@ -151,8 +207,10 @@ pub(crate) mod mode {
         ) -> impl Future<Output = T> + Send;
 
         fn run_detached<T: Send + 'static>(
-            operation: impl Future<Output = T> + Send + 'static,
-        ) -> impl Future<Output = T> + Send;
+            runtime: &Self::Runtime,
+            patience: Option<Duration>,
+            operation: impl Future<Output = Result<T>> + Send + 'static,
+        ) -> impl Future<Output = Result<T>> + Send;
 
         fn in_background(
             runtime: &Self::Runtime,
@@ -183,6 +241,11 @@ pub(crate) mod mode {
 
     impl Mode for Blocking {
         type Runtime = ();
+        type Reply<'a, T: Send + 'a> = T;
+
+        fn drive<'a, T: Send + 'a>(operation: impl Future<Output = T> + Send + 'a) -> T {
+            now(operation)
+        }
 
         fn run<T: Send>(
             operation: impl Future<Output = T> + Send,
@@ -191,8 +254,10 @@ pub(crate) mod mode {
         }
 
         fn run_detached<T: Send + 'static>(
-            operation: impl Future<Output = T> + Send + 'static,
-        ) -> impl Future<Output = T> + Send {
+            (): &(),
+            _: Option<Duration>,
+            operation: impl Future<Output = Result<T>> + Send + 'static,
+        ) -> impl Future<Output = Result<T>> + Send {
             ready(now(operation))
         }
 
@@ -213,8 +278,26 @@ pub(crate) mod mode {
         }
     }
 
+    /// Its drop lets the task of `run_detached` go on for a time.
+    struct Caller(Arc<Alarm>, Option<Duration>);
+
+    impl Drop for Caller {
+        fn drop(&mut self) {
+            if let Some(patience) = self.1 {
+                self.0.set(Instant::now() + patience);
+            }
+        }
+    }
+
     impl Mode for Async {
         type Runtime = ();
+        type Reply<'a, T: Send + 'a> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+        fn drive<'a, T: Send + 'a>(
+            operation: impl Future<Output = T> + Send + 'a,
+        ) -> Self::Reply<'a, T> {
+            Box::pin(operation)
+        }
 
         fn run<T: Send>(
             operation: impl Future<Output = T> + Send,
@@ -223,14 +306,23 @@ pub(crate) mod mode {
         }
 
         async fn run_detached<T: Send + 'static>(
-            operation: impl Future<Output = T> + Send + 'static,
-        ) -> T {
-            let done = Arc::new(Mutex::new((None, None::<Waker>)));
+            (): &(),
+            patience: Option<Duration>,
+            operation: impl Future<Output = Result<T>> + Send + 'static,
+        ) -> Result<T> {
+            let gone = Caller(Arc::new(Alarm::unset()), patience);
+            let (done, alarm) = (Arc::new(Mutex::new((None, None::<Waker>))), gone.0.clone());
             let caller = done.clone();
             spawn(move || {
-                let value = block_on(operation);
+                let (mut is_over, mut operation) =
+                    (pin!(Self::sleep(&alarm, None)), Box::pin(operation));
+                let value = block_on(poll_fn(|context| match is_over.as_mut().poll(context) {
+                    Poll::Ready(()) => Poll::Ready(None),
+                    Poll::Pending => operation.as_mut().poll(context).map(Some),
+                }));
+                drop(operation);
                 let mut done = lock(&done);
-                done.0 = Some(value);
+                done.0 = value;
                 let waker = done.1.take();
                 drop(done);
                 waker.inspect(Waker::wake_by_ref);

@@ -4,9 +4,9 @@
 //! `src/pool/bb8.rs`: the check-out and what its dropped future leaves, `idle` and `can_spare` (bb8
 //! tells how many connections are idle, not how many it may open), and `discard`. bb8 also closes a
 //! broken connection as soon as it comes back, where deadpool does that at the next check-out, and
-//! it serves a caller out of turn that comes again at once.
+//! it serves a caller that returns at once before those that wait.
 //!
-//! What differs, and the modules that see it:
+//! The differences, and the modules that can notice them:
 //! - who waits on the server, and who polls: `waiting`, `queues`, `semaphore_waiting`
 //! - which connections come back, and which are discarded: `session_locks`, `ways_out`, `scopes`,
 //!   `transaction_locks`, `begun`
@@ -17,8 +17,8 @@
 //!   `asynchronous::waiting`, `rate_limits`, `throttles`
 //! - types of the pool in handles and futures: `auto_traits`
 //!
-//! All other modules of `suite` and `asynchronous` send SQL on whichever connection they have:
-//! deadpool runs them.
+//! The other modules of `suite` and `asynchronous` do not depend on the pool, and run over deadpool
+//! only.
 
 #[path = "half/asynchronous.rs"]
 #[macro_use]

@@ -27,19 +27,19 @@ impl Application {
             database: Database::new(),
         };
         let add = |name: &str, up: &str, down: &str| {
-            let one = application.directory.join("migrations").join(name);
-            fs::create_dir_all(&one).unwrap();
-            fs::write(one.join("up.sql"), up).unwrap();
-            fs::write(one.join("down.sql"), down).unwrap();
-            one
+            let directory = application.directory.join("migrations").join(name);
+            fs::create_dir_all(&directory).unwrap();
+            fs::write(directory.join("up.sql"), up).unwrap();
+            fs::write(directory.join("down.sql"), down).unwrap();
+            directory
         };
         add(
             "2026-01-01-000000_users",
             "CREATE TABLE users (id int)",
             "DROP TABLE users",
         );
-        // A new label cannot be used in the transaction that adds it, and `redo --all` runs everything in one, unless a
-        // migration says that it cannot.
+        // A new label cannot be used in the transaction that adds it, and `redo --all` runs
+        // everything in one, unless a migration says that it cannot.
         let label = add(
             "2026-01-02-000000_label",
             "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS 'mail'",
@@ -55,7 +55,8 @@ impl Application {
         application
     }
 
-    /// Writes our migrations beside the application's own. Returns the number of all migrations.
+    /// Writes the crate's migrations beside the application's own. Returns the number of all
+    /// migrations.
     fn add_ours(&self) -> usize {
         let written = migrations::write_to(self.directory.join("migrations")).unwrap();
         assert_eq!(written.len(), ours());
@@ -83,7 +84,8 @@ impl Application {
         migrations::install(&self.database.pool(1)).unwrap();
     }
 
-    /// Runs every command that reverts or runs migrations. At the end, all are run, and exactly these are listed.
+    /// Runs every command that reverts or runs migrations. Afterwards all migrations are run, and
+    /// exactly these are listed.
     fn try_every_command(&self, all: usize) {
         assert_eq!(self.list(), (all, 0));
         self.diesel(&["migration", "revert"]);
@@ -120,7 +122,7 @@ impl Drop for Application {
     }
 }
 
-/// How many migrations are ours.
+/// The number of the crate's own migrations.
 fn ours() -> usize {
     let entries = fs::read_dir(format!("{ROOT}/migrations")).unwrap();
     entries
@@ -188,7 +190,7 @@ fn install_and_the_files_may_run_at_the_same_time() {
     application.try_every_command(all);
 }
 
-/// As `install` does: `suite/installing.rs`.
+/// The same as for `install` in `suite/installing.rs`.
 #[test]
 fn no_timeout_of_a_role_ends_a_run_that_waits_for_another_instance() {
     let application = Application::new("timeouts");

@@ -1,9 +1,10 @@
-//! What the crate promises, over bb8 with a manager of the application's own, which never notices that a connection is marked as
-//! broken: every operation that takes the pool, and every way out.
+//! What the crate promises, over bb8 with a manager of the application's own, which never notices
+//! that a connection is marked as broken: every operation that takes the pool, and every way out.
 //!
-//! The forms with a connection (`scopes`, `transaction_locks`, `once`) take whatever dereferences to one. What they and Diesel mark
-//! as broken, a pool of the application's own must notice.
-//! `silence` and `cancelled` are about servers that do not reply, where nothing but the manager can close the connection.
+//! The forms with a connection (`scopes`, `transaction_locks`, `once`) take whatever dereferences
+//! to one. What they and Diesel mark as broken, a pool of the application's own must notice.
+//! `silence` and `cancelled` are about servers that do not reply, where nothing but the manager can
+//! close the connection.
 
 #[path = "half/asynchronous.rs"]
 #[macro_use]

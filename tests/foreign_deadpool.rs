@@ -1,8 +1,9 @@
-//! What the crate promises, over deadpool with a manager of the application's own, which never notices that a connection is marked as
-//! broken: every operation that takes the pool, and every way out.
+//! What the crate promises, over deadpool with a manager of the application's own, which never
+//! notices that a connection is marked as broken: every operation that takes the pool, and every
+//! way out.
 //!
-//! The forms with a connection (`scopes`, `transaction_locks`, `once`) take whatever dereferences to one. What they and Diesel mark
-//! as broken, a pool of the application's own must notice.
+//! The forms with a connection (`scopes`, `transaction_locks`, `once`) take whatever dereferences
+//! to one. What they and Diesel mark as broken, a pool of the application's own must notice.
 
 #[path = "half/asynchronous.rs"]
 #[macro_use]

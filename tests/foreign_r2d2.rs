@@ -1,8 +1,9 @@
-//! What the crate promises, over r2d2 with a manager of the application's own, which never notices that a connection is marked as
-//! broken: every operation that takes the pool, and every way out.
+//! What the crate promises, over r2d2 with a manager of the application's own, which never notices
+//! that a connection is marked as broken: every operation that takes the pool, and every way out.
 //!
-//! What the forms with a connection (`scopes`, `transaction_locks`, `once`) and Diesel mark as broken, a pool of the application's
-//! own must notice; where it does not, they are tried on a new connection.
+//! What the forms with a connection (`scopes`, `transaction_locks`, `once`) and Diesel mark as
+//! broken, a pool of the application's own must notice; where it does not, they are tried on a new
+//! connection.
 
 #[path = "half/blocking.rs"]
 #[macro_use]

@@ -1,4 +1,5 @@
-//! Futures of every operation can be spawned. The compiler checks it, and nothing is sent.
+//! The futures of all operations can be spawned. The compiler checks this, and the test sends
+//! nothing.
 
 use std::time::Duration;
 
@@ -68,7 +69,7 @@ fn rows(pool: &PgPool, conn: &mut AsyncPgConnection) {
 }
 
 #[test]
-fn operations_are_spawned() {
+fn the_futures_of_operations_can_be_spawned() {
     // The functions above compile.
     let _: fn(&AdvisoryLock, &PgPool, &mut AsyncPgConnection) = locks;
     let _: fn(AdvisoryLockGuard, Attempt<AdvisoryLockGuard>, Permit) = guards;

@@ -1,4 +1,5 @@
-//! What a cancellation leaves behind: statements that still run, waits on the server, runtimes that end.
+//! After a future is dropped or a runtime ends: statements that still run, waits on the server, and
+//! locks.
 
 use std::time::Duration;
 
@@ -23,14 +24,15 @@ const HOUR: Duration = Duration::from_secs(3600);
 const SLOT: Semaphore = Semaphore::named("cancelled", 1, HOUR);
 static ONCE: Once = Once::named("cancelled");
 
-/// Much longer than a test waits for anything.
+/// A statement that runs much longer than a test waits.
 const WORK: &str = "SELECT pg_sleep(600)";
 const END_WORK: &str = "SELECT pg_cancel_backend(pid) FROM pg_stat_activity
     WHERE datname = current_database() AND wait_event = 'PgSleep'";
 
-/// deadpool hands out a connection on which the statement of a dropped future still runs.
+/// deadpool lends a connection on which the statement of a dropped future still runs, so the try
+/// waits for that statement.
 #[test]
-fn a_timeout_holds_although_the_connection_is_busy() {
+fn a_timeout_is_kept_although_the_connection_is_busy() {
     let database = Database::new();
     let pool = make_pool(&database.url(), 1, Duration::from_secs(20));
     let mut observer = Observer::of(&database);
@@ -40,13 +42,17 @@ fn a_timeout_holds_although_the_connection_is_busy() {
         drop(conn);
         let soon = Duration::from_millis(200);
         let acquired = LOCK.acquire_timeout(&pool, soon).await;
-        assert_eq!(observer.sleeping(), 1, "it has waited for the statement");
-        // bb8 has closed that connection, and has another one.
+        assert_eq!(
+            observer.sleeping(),
+            1,
+            "the statement still runs at the deadline"
+        );
+        // bb8 has closed that connection and opened another, so there the lock is acquired.
         if let Err(error) = acquired {
             assert_matches!(error, Error::TimedOut);
         }
     });
-    // Only after its end the server reads the try, if it was sent on that connection.
+    // The server reads the try only after the end of the statement.
     run(observer.conn(), END_WORK);
     eventually("the statement has ended", || observer.sleeping() == 0);
     observer.assert_free(LOCK.lock_key());
@@ -66,7 +72,7 @@ fn a_guard_that_is_dropped_behind_a_running_statement_frees_the_lock_soon() {
     assert_pool_whole(&pool, &database);
 }
 
-/// Drops what is done while `pg_sleep` runs in it.
+/// Drops the work while a `pg_sleep` of it runs.
 async fn dropped_asleep<T>(observer: &mut Observer, work: impl Future<Output = T>) {
     let asleep = async {
         while observer.sleeping() == 0 {
@@ -74,14 +80,14 @@ async fn dropped_asleep<T>(observer: &mut Observer, work: impl Future<Output = T
         }
     };
     tokio::select! {
-        _ = work => panic!("it has ended"),
+        _ = work => panic!("the work has ended"),
         () = asleep => {}
     }
 }
 
 /// bb8 closes the connection at once, and deadpool at its next check-out.
 #[test]
-fn a_dropped_transaction_and_what_is_done_once_end_in_the_middle_of_a_statement() {
+fn a_dropped_transaction_and_a_dropped_once_end_in_the_middle_of_a_statement() {
     let database = installed();
     let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
     let mut observer = Observer::of(&database);
@@ -101,8 +107,8 @@ fn a_dropped_transaction_and_what_is_done_once_end_in_the_middle_of_a_statement(
             drop(conn);
             on_all(&pool, "SELECT 1").await.unwrap();
         });
-        eventually("its lock is free", || observer.all_held() == 0);
-        eventually("its statement has ended", || observer.sleeping() == 0);
+        eventually("the lock is free", || observer.all_held() == 0);
+        eventually("the statement has ended", || observer.sleeping() == 0);
     }
     assert_pool_whole(&pool, &database);
 }
@@ -117,7 +123,7 @@ fn several_locks_that_are_dropped_behind_a_running_statement_are_drained_once_th
         let mut observer = Observer::of(&database);
         let both = AdvisoryLock::all([&LOCK, &LOCK.key("another").shared()]);
         for lock in [&LOCK, &both] {
-            // On a slow machine they may be free before somebody looks.
+            // On a slow machine the locks may be free before the test sees them held.
             let is_proved = (0..20).any(|_| {
                 workbench::block_on(async {
                     let mut guard = lock.acquire(&pool).await.unwrap();
@@ -153,13 +159,14 @@ fn dropped_waits_for_a_transaction_lock_end_on_the_server() {
         }
     });
     // The server notices within a second that a client has gone.
-    eventually("no more sessions wait than the pool has", || {
-        observer.waiters(lock.lock_key()) <= 2
-    });
+    eventually(
+        "no more sessions wait than the pool has connections",
+        || observer.waiters(lock.lock_key()) <= 2,
+    );
 }
 
 #[test]
-fn dropped_work_that_is_done_once_and_dropped_waits_for_it_leave_nothing() {
+fn dropped_calls_of_once_leave_neither_locks_nor_waits() {
     let database = installed();
     let pool = make_pool(&database.url(), 3, Duration::from_secs(20));
     let mut observer = Observer::of(&database);
@@ -202,7 +209,7 @@ fn dropped_work_that_is_done_once_and_dropped_waits_for_it_leave_nothing() {
 }
 
 #[test]
-fn tasks_that_are_aborted_leave_nothing() {
+fn aborted_tasks_leave_neither_locks_nor_permits() {
     let database = installed();
     let pool = make_pool(&database.url(), 3, Duration::from_secs(20));
     let slot = Semaphore::named("aborted", 2, Duration::from_secs(3600));
@@ -256,7 +263,7 @@ fn outside_a_runtime_an_operation_is_an_error() {
             std::task::Poll::Ready(refused) => {
                 assert_matches!(refused.map(drop), Err(Error::NoRuntime));
             }
-            std::task::Poll::Pending => panic!("it waits"),
+            std::task::Poll::Pending => panic!("the operation waits"),
         }
     }
     let limit = RateLimit::named("limit", Quota::per_minute(1));
@@ -286,7 +293,7 @@ fn a_runtime_that_ends_frees_its_locks() {
             drop(runtime);
             drop(guard);
         } else {
-            // Nobody drives the runtime, so the release waits for its end.
+            // Nobody polls the tasks of the runtime, so the release runs when the runtime ends.
             drop(guard);
             drop(runtime);
         }
@@ -295,7 +302,7 @@ fn a_runtime_that_ends_frees_its_locks() {
 }
 
 #[test]
-fn a_dropped_transaction_of_the_callers_does_not_keep_the_lock() {
+fn a_dropped_transaction_of_the_caller_does_not_keep_the_lock() {
     let database = Database::new();
     let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
     let mut guard = wait(LOCK.acquire(&pool)).unwrap();
@@ -305,13 +312,13 @@ fn a_dropped_transaction_of_the_callers_does_not_keep_the_lock() {
     assert_pool_whole(&pool, &database);
 }
 
-/// One of two connections has a statement that goes on for longer than the permit lasts.
+/// One of two connections runs a statement that takes longer than the lease of the permit.
 #[test]
-fn a_renewal_that_gets_a_busy_connection_costs_no_permit() {
+fn a_renewal_on_a_busy_connection_costs_no_permit() {
     let database = installed();
     let mut observer = Observer::of(&database);
     workbench::block_on(async {
-        // On a slow machine a permit may be lost, so each round has more time.
+        // On a slow machine a permit may be lost, so each round has a longer lease.
         for round in 0..7 {
             let lease = Duration::from_secs(3 << round);
             let kept = Semaphore::named("kept", 1, lease).keep_alive();
@@ -328,6 +335,6 @@ fn a_renewal_that_gets_a_busy_connection_costs_no_permit() {
             }
             run(observer.conn(), END_WORK);
         }
-        panic!("each was lost");
+        panic!("the permit of each round was lost");
     });
 }

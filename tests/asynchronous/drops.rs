@@ -23,7 +23,7 @@ static ONCE: Once = Once::named("drops");
 static THROTTLE: Throttle = Throttle::named("drops", Duration::from_micros(1));
 static LIMIT: RateLimit = RateLimit::named("drops", Quota::per_second(1_000_000));
 
-/// How many polls an operation may take before it is dropped. In CI each is tried once.
+/// No operation takes more polls. Each number of polls is tried once.
 const POLLS: usize = 30;
 
 fn runtimes() -> [Runtime; 2] {
@@ -37,8 +37,9 @@ fn runtimes() -> [Runtime; 2] {
     ]
 }
 
-/// Drops an operation after each number of polls, in each kind of runtime and with pools of 1 and 4, until it is ready. Then
-/// nothing is held, and all connections of the pool are there.
+/// Drops an operation after each number of polls until it is ready, in each kind of runtime and
+/// with pools of 1 and 4. Asserts after each drop that nothing is held, and that the pool has all
+/// of its connections.
 fn try_all<F: Future>(database: &Database, operation: impl Fn(PgPool) -> F) {
     let mut observer = Observer::of(database);
     for runtime in runtimes() {
@@ -50,7 +51,8 @@ fn try_all<F: Future>(database: &Database, operation: impl Fn(PgPool) -> F) {
             runtime.block_on(async {
                 for polls in 0..POLLS {
                     let ended = polled(polls, operation(pool.clone())).await.map(drop);
-                    // What the drop left to tasks is done before all connections are there again.
+                    // The pool has all of its connections again only after the tasks of the drop
+                    // have ended.
                     let mut all = Vec::new();
                     for _ in 0..size {
                         all.push(pool.check_out(None).await.unwrap());
@@ -63,14 +65,14 @@ fn try_all<F: Future>(database: &Database, operation: impl Fn(PgPool) -> F) {
                         break;
                     }
                 }
-                // A discarded session ends in a moment.
+                // The server may end a discarded session a moment later.
                 for _ in 0..10_000 {
                     if observer.all_held() == 0 && observer.in_transaction() == 0 {
                         return;
                     }
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
-                panic!("something is still held");
+                panic!("a lock is still held");
             });
             let _entered = runtime.enter();
             drop(pool);
@@ -80,7 +82,7 @@ fn try_all<F: Future>(database: &Database, operation: impl Fn(PgPool) -> F) {
 
 /// The next user of the connection would write into a transaction that nobody commits.
 #[test]
-fn work_under_a_lock_that_has_opened_a_transaction_by_plain_sql() {
+fn dropped_work_under_a_lock_leaves_no_transaction_of_plain_sql() {
     let database = Database::new();
     let several = AdvisoryLock::all([&LOCK, &LOCK.key("another")]);
     for lock in [&LOCK, &several] {
@@ -102,7 +104,7 @@ fn work_under_a_lock_that_has_opened_a_transaction_by_plain_sql() {
 }
 
 #[test]
-fn tries_waits_and_releases_of_a_session_lock() {
+fn dropped_tries_waits_and_releases_of_a_session_lock_leave_nothing() {
     let database = Database::new();
     try_all(&database, |pool| async move {
         LOCK.try_acquire(&pool).await.map(drop)
@@ -138,7 +140,7 @@ fn several() -> AdvisoryLock {
 }
 
 #[test]
-fn tries_waits_and_releases_of_several_locks() {
+fn dropped_tries_waits_and_releases_of_several_locks_leave_nothing() {
     let database = Database::new();
     try_all(&database, |pool| async move {
         several().try_acquire(&pool).await.map(drop)
@@ -167,7 +169,7 @@ fn tries_waits_and_releases_of_several_locks() {
             .transaction(&mut conn, async |conn| {
                 let timeout = Duration::from_secs(20);
                 let more = AdvisoryLock::all([&LOCK.key(2), &LOCK.key(3)]);
-                // The session of the one before may have it still.
+                // The discarded session of the operation before may still hold the lock.
                 let _ = more.try_acquire_xact(conn).await?;
                 more.acquire_xact_timeout(conn, timeout).await.map(drop)
             })
@@ -175,8 +177,9 @@ fn tries_waits_and_releases_of_several_locks() {
     });
 }
 
-/// Waits for what another session holds, with each number of polls, in each kind of runtime and with
-/// pools of 1 and 4, side by side. Then nothing is held, and nobody waits.
+/// Waits for a lock that another session holds, and drops the wait after each number of polls, in
+/// each kind of runtime and with pools of 1 and 4, concurrently. Asserts that nothing is held
+/// afterwards, and that nobody waits.
 fn wait_for(held: &AdvisoryLock, waits: impl AsyncFn(&PgPool, usize) + Sync) {
     let (held, waits) = (held.lock_key(), &waits);
     std::thread::scope(|scope| {
@@ -204,7 +207,7 @@ fn wait_for(held: &AdvisoryLock, waits: impl AsyncFn(&PgPool, usize) + Sync) {
 }
 
 #[test]
-fn waits_for_several_locks_of_which_another_holds_one() {
+fn dropped_waits_for_several_locks_of_which_one_is_busy_leave_nothing() {
     if !NOTICES_BROKEN {
         return; // the pool lends the marked connection again, as it does after Diesel's own transactions
     }
@@ -222,19 +225,20 @@ fn waits_for_several_locks_of_which_another_holds_one() {
 }
 
 #[test]
-fn waits_for_a_session_lock_that_another_holds() {
+fn dropped_waits_for_a_busy_session_lock_leave_nothing() {
     wait_for(&LOCK, async |pool, polls| {
         let timeout = Duration::from_millis(20 * polls as u64);
         polled(polls, LOCK.acquire_timeout(pool, timeout)).await;
     });
 }
 
-/// A future that is dropped in the middle of a prepare leaves a statement to its session, so all are prepared before.
+/// Each kind of operation is called once before, because a future that is dropped while a statement
+/// is prepared leaves that statement in its session.
 #[test]
-fn keys_of_what_is_dropped_do_not_add_to_what_is_prepared() {
+fn keys_of_dropped_operations_add_no_prepared_statements() {
     const MOMENT: Duration = Duration::from_millis(10);
     const KINDS: usize = 8;
-    // A dropped transaction costs its session.
+    // This kind of operation is left out, because a dropped transaction costs its session.
     const TRANSACTIONS: usize = 7;
     let database = installed();
     let pool = crate::half::pool(&database, 1);
@@ -292,14 +296,14 @@ fn keys_of_what_is_dropped_do_not_add_to_what_is_prepared() {
         }
     });
     assert_few_are_prepared(&pool);
-    assert!(observer.is_alive(pid), "it is the same session");
+    assert!(observer.is_alive(pid), "the session was replaced");
     drop(holder);
     eventually("nothing is held", || observer.all_held() == 0);
 }
 
-/// No release has prepared its statement to the end before the first is dropped.
+/// The first release is dropped before its statement is prepared.
 #[test]
-fn dropped_releases_do_not_add_to_what_is_prepared() {
+fn dropped_releases_add_no_prepared_statements() {
     let database = Database::new();
     for polls in 1..4 {
         for is_one in [true, false] {
@@ -356,7 +360,7 @@ fn futures_that_are_always_dropped_in_their_first_prepare_fill_no_session() {
 }
 
 #[test]
-fn scopes_and_transactions_on_a_lent_connection() {
+fn dropped_scopes_and_transactions_on_a_callers_connection_leave_nothing() {
     let database = Database::new();
     run(&mut database.connect(), "CREATE TABLE written ()");
     try_all(&database, |pool| async move {
@@ -376,7 +380,7 @@ fn scopes_and_transactions_on_a_lent_connection() {
 }
 
 #[test]
-fn work_that_is_done_once() {
+fn dropped_work_of_once_leaves_nothing() {
     if !NOTICES_BROKEN {
         return; // the pool lends the marked connection again, as it does after Diesel's own transactions
     }
@@ -384,7 +388,7 @@ fn work_that_is_done_once() {
     run(&mut database.connect(), "CREATE TABLE written ()");
     try_all(&database, |pool| async move {
         let mut conn = pool.check_out(None).await?;
-        // Each is the first one, until one of them is done.
+        // Each run does the work, until one run is not dropped.
         ONCE.run(&mut conn, async |conn| {
             execute(conn, "INSERT INTO written DEFAULT VALUES").await?;
             Ok::<_, Error>("done")
@@ -399,7 +403,7 @@ fn work_that_is_done_once() {
 }
 
 #[test]
-fn permits_attempts_and_checks() {
+fn dropped_permits_attempts_and_checks_leave_nothing() {
     let database = installed();
     let mut observer = Observer::of(&database);
     try_all(&database, |pool| async move {
@@ -451,7 +455,8 @@ fn a_wait_for_a_slot_that_is_given_up_takes_none() {
             polled(polls, SLOT.acquire(&pool)).await;
         }
         permit.release().await.unwrap();
-        // A claim whose future was dropped may get the slot for a moment, until its reply is read.
+        // A claim whose future was dropped may hold the slot for a moment, until the background
+        // reads its reply.
         let minute = Duration::from_secs(60);
         let admission = SLOT.acquire_timeout(&pool, minute).await.unwrap();
         assert!(admission.is_admitted());
@@ -466,7 +471,8 @@ fn a_leader_whose_future_is_dropped_resigns() {
     workbench::block_on(async {
         let pool = crate::pool::make(&database.url(), 2, Duration::from_secs(20));
         for polls in 0..POLLS {
-            // A leader is polled again only when it renews, so a time ends it, too.
+            // After these polls a leader is next polled for its renewal, so a timeout drops its
+            // future, too.
             let lead = polled(polls, leader.lead(&pool, |_term| std::future::pending()));
             let _ = tokio::time::timeout(Duration::from_millis(20), lead).await;
         }
@@ -475,14 +481,14 @@ fn a_leader_whose_future_is_dropped_resigns() {
     eventually("nobody leads", || number(observer.conn(), leads) == 0);
 }
 
-/// A pool of the asynchronous half: the trait can be named.
+/// Compiles only if an application can name the trait and its mode.
 fn _is_asynchronous(pool: PgPool) -> impl Pool<Mode = Async> {
     pool
 }
 
-/// As a client that hangs up drops it, again and again.
+/// A web framework drops the future of a handler whose client hangs up.
 #[test]
-fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session() {
+fn begun_work_that_is_dropped_after_any_poll_is_undone_and_costs_no_session() {
     use diesel_interlock::once::Begun;
     const SESSIONS: &str =
         "(SELECT coalesce(sum(pid), 0) FROM pg_stat_activity WHERE datname = current_database()
@@ -491,7 +497,7 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
     let conn = &mut database.connect();
     run(conn, "CREATE TABLE effect (key int)");
     for (number_of, runtime) in runtimes().into_iter().enumerate() {
-        // Those of the pool before, and of the installation, are ending.
+        // The sessions of the pool before and of the installation are ending.
         eventually("nobody is connected", || number(conn, SESSIONS) == 0);
         let pool = {
             let _entered = runtime.enter();
@@ -499,12 +505,13 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
         };
         runtime.block_on(async {
             let mut sessions = None;
-            // Since when something was dropped that has no reply yet.
+            // When the last future was dropped.
             let mut began = std::time::Instant::now();
             for polls in 0.. {
                 let key = 1000 * number_of + polls;
                 let (once, insert) = (ONCE.key(key), format!("INSERT INTO effect VALUES ({key})"));
-                // A connection that is new would be dropped by the pool.
+                // Opens the connection first: if the future were dropped during that, the pool
+                // would discard the connection.
                 execute(&mut pool.check_out(None).await.unwrap(), "SELECT 1")
                     .await
                     .unwrap();
@@ -520,12 +527,12 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                     .await
                     .unwrap();
                 let now = number(conn, SESSIONS);
-                // After two seconds without a reply, the connection is closed.
+                // A reply that takes longer than two seconds costs the connection.
                 let is_same = sessions.replace(now).is_none_or(|before| before == now);
                 let is_slow = began.elapsed() > Duration::from_secs(2);
                 assert!(is_same || is_slow, "a session was replaced at {polls}");
                 began = std::time::Instant::now();
-                // What was dropped in its end is done, or not.
+                // Work that was dropped during `finish` is done wholly, or not at all.
                 let done = matches!(once.begin(&pool).await.unwrap(), Begun::Before(_));
                 let effects = number(
                     conn,
@@ -534,9 +541,10 @@ fn what_is_begun_once_and_dropped_after_any_poll_is_undone_and_costs_no_session(
                 assert_eq!(effects, i64::from(done), "{polls}");
                 assert!(done || !ended);
                 if ended {
-                    // In the other runtime all replies may be there when they are first waited for.
+                    // In the runtime with two threads all replies may have arrived at the first
+                    // poll.
                     let has_one_thread = number_of == 0;
-                    assert!(polls > 3 || !has_one_thread, "it was never dropped");
+                    assert!(polls > 3 || !has_one_thread, "the work was never dropped");
                     break;
                 }
             }

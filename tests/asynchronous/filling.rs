@@ -16,8 +16,8 @@ use crate::support::{
 static LOCK: AdvisoryLock = AdvisoryLock::named("filling");
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Drops calls, for which no connection is opened beside those of the pool. `drops` returns whether
-/// they had no reply.
+/// Asserts that the dropped calls open no connection beside those of the pool. `drops` calls and
+/// drops them, and returns whether they had no reply.
 ///
 /// A dropped call has two seconds for its reply before its connection is closed, so a round that
 /// takes longer proves nothing, and is repeated.
@@ -46,7 +46,7 @@ fn an_empty_pool_fills_although_callers_give_up_before_it_connects() {
     let database = installed();
     let slot = Semaphore::named("filling", 1, HOUR);
     let soon = Duration::from_millis(20);
-    // What is dropped has two seconds for its reply before its connection is closed.
+    // A reply that takes longer than two seconds costs the connection.
     let opened = in_a_quick_round(Duration::from_secs(2), || {
         let proxy = RoundTrips::in_front_of(&database);
         proxy.set_delay(Duration::from_millis(30), Duration::ZERO);
@@ -82,7 +82,7 @@ fn what_is_dropped_over_a_slow_network_opens_no_session_more_than_the_pool_has()
     let slots = Semaphore::named("filling", 2, HOUR);
     let throttle = Throttle::named("filling", HOUR);
     let limit = RateLimit::named("filling", Quota::per_second(100));
-    // The drop of each comes when the one before may still be under way.
+    // Each call is dropped while the drop of the call before may still be at work.
     let drops = async |half: bool, polls: usize| {
         let lock = LOCK.key(polls);
         if half {
@@ -114,7 +114,8 @@ fn what_is_dropped_over_a_slow_network_opens_no_session_more_than_the_pool_has()
     });
 }
 
-/// The first is dropped while the pool checks the connection for it, and the second one waits for that connection.
+/// The first call is dropped while the pool checks the connection for it, and a second call waits
+/// for that connection.
 #[test]
 fn a_check_out_that_is_dropped_while_others_wait_costs_no_session() {
     let database = installed();

@@ -1,4 +1,5 @@
-//! Elections of the asynchronous half: the future of a leader's work is dropped when its term is lost.
+//! Elections of the asynchronous half: the future of a leader's work is dropped when its term is
+//! lost.
 #![cfg(feature = "testing")] // whose terms may be short
 
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -15,12 +16,16 @@ use crate::support::{eventually, installed, number, run, truth};
 const TTL: Duration = Duration::from_millis(600);
 static DISPATCHER: Leader = Leader::named("dispatcher", TTL);
 
-/// Tells that a future was dropped.
+/// Counts in the work of a leader, and counts out when the future of the work is dropped.
 struct Leads(Arc<AtomicI64>);
 
 impl Leads {
     fn begin(leading: &Arc<AtomicI64>) -> Self {
-        assert_eq!(leading.fetch_add(1, Ordering::SeqCst), 0, "it leads twice");
+        assert_eq!(
+            leading.fetch_add(1, Ordering::SeqCst),
+            0,
+            "two terms at a time"
+        );
         Self(leading.clone())
     }
 }
@@ -32,7 +37,7 @@ impl Drop for Leads {
 }
 
 #[test]
-fn one_leads_at_a_time_also_in_spawned_tasks() {
+fn one_instance_leads_at_a_time_also_in_spawned_tasks() {
     let database = installed();
     let (begun, terms) = (
         Arc::new(AtomicU64::new(0)),
@@ -50,9 +55,9 @@ fn one_leads_at_a_time_also_in_spawned_tasks() {
                         term.pause(Duration::from_millis(20)).await;
                         let mut terms = terms.lock().unwrap();
                         let last = begun.load(Ordering::SeqCst);
-                        // Of a term that a slow machine has lost, nothing is said.
+                        // A term that a slow machine has lost may overlap with the next one.
                         if term.is_leader() {
-                            assert_eq!(number, last, "two lead");
+                            assert_eq!(number, last, "two instances lead");
                             terms.push(term.fencing_token());
                         }
                     }
@@ -74,7 +79,7 @@ fn one_leads_at_a_time_also_in_spawned_tasks() {
 }
 
 #[test]
-fn the_work_of_a_leader_that_is_deposed_is_dropped_and_it_stands_again() {
+fn the_work_of_a_deposed_leader_is_dropped_and_the_instance_is_a_candidate_again() {
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
     let (leading, terms) = (Arc::new(AtomicI64::new(0)), AtomicU64::new(0));
@@ -92,7 +97,7 @@ fn the_work_of_a_leader_that_is_deposed_is_dropped_and_it_stands_again() {
                 tokio::task::yield_now().await;
             }
             let (mut last, mut is_deposed) = (0, false);
-            // A term that a slow machine has lost cannot be deposed.
+            // On a slow machine the term may be lost before it can be deposed.
             while !is_deposed {
                 last = terms.load(Ordering::SeqCst);
                 is_deposed = depose(&DISPATCHER, &other).await.unwrap();
@@ -109,14 +114,14 @@ fn the_work_of_a_leader_that_is_deposed_is_dropped_and_it_stands_again() {
     assert_eq!(leading.load(Ordering::SeqCst), 0);
 }
 
-/// The renewal of its term hangs.
+/// The renewal of the term hangs, because another transaction has locked the row.
 #[test]
-fn the_work_is_dropped_before_another_leads() {
+fn the_work_is_dropped_before_another_instance_can_lead() {
     let database = installed();
     let pool = pool(&database, 2);
     let (admin, open) = (&mut database.connect(), &mut database.connect());
-    // Half a second before another one could lead. A machine that is slow at that moment proves
-    // nothing.
+    // The work must be dropped half a second before another instance could lead. On a slow machine
+    // it may not be, so rounds are repeated.
     let is_proved = (0..20).any(|round| {
         let leader = Leader::named("dispatcher", Duration::from_secs(5)).key(round);
         let (leading, terms) = (Arc::new(AtomicI64::new(0)), Arc::new(AtomicU64::new(0)));
@@ -134,12 +139,12 @@ fn the_work_is_dropped_before_another_leads() {
                 leads.await.map(drop)
             })
         };
-        eventually("it leads", || terms.load(Ordering::SeqCst) >= 1);
+        eventually("the instance leads", || terms.load(Ordering::SeqCst) >= 1);
         run(
             open,
             "BEGIN; SELECT FROM resource_control.service_request FOR UPDATE",
         );
-        eventually("its work is dropped", || {
+        eventually("the work is dropped", || {
             leading.load(Ordering::SeqCst) == 0
         });
         let is_held = "(SELECT max(expires_at) > clock_timestamp() + interval '200 ms'
@@ -153,7 +158,7 @@ fn the_work_is_dropped_before_another_leads() {
 }
 
 #[test]
-fn a_missing_schema_and_bad_input_end_it() {
+fn a_missing_schema_and_bad_input_end_an_election() {
     let database = workbench::Database::new();
     let pool = pool(&database, 1);
     let led = block_on(DISPATCHER.lead(&pool, |_| std::future::pending()));
@@ -164,7 +169,7 @@ fn a_missing_schema_and_bad_input_end_it() {
 }
 
 #[test]
-fn a_term_tells_its_loss_as_a_permit_does_also_in_another_task() {
+fn a_term_notifies_another_task_of_its_loss() {
     static PATIENT: Leader = Leader::named("dispatcher", Duration::from_secs(12));
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
@@ -174,7 +179,7 @@ fn a_term_tells_its_loss_as_a_permit_does_also_in_another_task() {
         std::future::pending()
     });
     block_on(async {
-        let told = async {
+        let lost = async {
             let term = terms.recv().await.unwrap();
             assert!(!term.is_lost());
             assert!(depose(&PATIENT, &other).await.unwrap());
@@ -184,7 +189,7 @@ fn a_term_tells_its_loss_as_a_permit_does_also_in_another_task() {
         };
         tokio::select! {
             led = leads => match led.unwrap() {},
-            () = told => {}
+            () = lost => {}
         }
     });
 }

@@ -8,17 +8,18 @@ use crate::half::{AdvisoryLock, Error, Leader, PgPool, Semaphore, execute, polle
 use crate::support::exporter::{Metrics, exported};
 use crate::support::{Observer, eventually, foreign_holder, installed};
 
-/// Polls operations so many times, which is enough for some of them to be half way.
+/// The largest number of polls before an operation is dropped, at which some operations are
+/// halfway.
 const POLLS: usize = 12;
 
-fn nothing_is_held_or_awaited(metrics: &Metrics) {
+fn assert_nothing_is_held_or_awaited(metrics: &Metrics) {
     eventually("nothing is held or awaited", || {
         (metrics.held(), metrics.waiting()) == (0.0, 0.0)
     });
 }
 
 #[test]
-fn a_dropped_wait_is_none_any_more() {
+fn a_dropped_wait_leaves_the_gauge_of_waiters() {
     const METRICS: Metrics = Metrics("dropped wait");
     static LOCK: AdvisoryLock = AdvisoryLock::named("dropped wait");
     let _ = exported();
@@ -30,16 +31,16 @@ fn a_dropped_wait_is_none_any_more() {
         workbench::runtime().spawn(async move { LOCK.acquire(&pool).await.map(drop) })
     };
     let (first, second) = (waits(), waits());
-    eventually("two wait", || METRICS.waiting() == 2.0);
+    eventually("two waiters are counted", || METRICS.waiting() == 2.0);
     first.abort();
-    eventually("one waits", || METRICS.waiting() == 1.0);
+    eventually("one waiter is counted", || METRICS.waiting() == 1.0);
     second.abort();
-    nothing_is_held_or_awaited(&METRICS);
-    assert_eq!(METRICS.waits(), 0.0, "a dropped future tells nothing");
+    assert_nothing_is_held_or_awaited(&METRICS);
+    assert_eq!(METRICS.waits(), 0.0, "a dropped wait has no duration");
 }
 
 #[test]
-fn operations_that_are_dropped_half_way_leave_the_gauges() {
+fn operations_that_are_dropped_halfway_raise_no_gauge() {
     const LOCKS: Metrics = Metrics("dropped lock");
     const SLOTS: Metrics = Metrics("dropped slot");
     static LOCK: AdvisoryLock = AdvisoryLock::named("dropped lock");
@@ -63,20 +64,20 @@ fn operations_that_are_dropped_half_way_leave_the_gauges() {
         block_on(polled(polls, work_under_the_lock(&pool)));
         block_on(polled(polls, slot(&pool)));
     }
-    nothing_is_held_or_awaited(&LOCKS);
-    nothing_is_held_or_awaited(&SLOTS);
+    assert_nothing_is_held_or_awaited(&LOCKS);
+    assert_nothing_is_held_or_awaited(&SLOTS);
     Observer::of(&database).assert_free(LOCK.lock_key());
     block_on(async {
         lock(&pool).await;
         slot(&pool).await;
     });
-    nothing_is_held_or_awaited(&LOCKS);
-    nothing_is_held_or_awaited(&SLOTS);
+    assert_nothing_is_held_or_awaited(&LOCKS);
+    assert_nothing_is_held_or_awaited(&SLOTS);
     assert_eq!((LOCKS.lost(), SLOTS.lost()), (0.0, 0.0));
 }
 
 #[test]
-fn a_dropped_leader_has_resigned_and_a_dropped_candidate_stands_no_more() {
+fn a_dropped_leader_counts_as_resigned_and_a_dropped_candidate_is_not_counted() {
     const METRICS: Metrics = Metrics("dropped leader");
     static LEADER: Leader = Leader::named("dropped leader", Duration::from_secs(3600));
     let _ = exported();
@@ -91,11 +92,15 @@ fn a_dropped_leader_has_resigned_and_a_dropped_candidate_stands_no_more() {
         })
     };
     let leader = stands();
-    eventually("one leads", || METRICS.held() == 1.0);
+    eventually("one instance leads", || METRICS.held() == 1.0);
     let candidate = stands();
-    eventually("the other stands", || METRICS.waiting() == 1.0);
+    eventually("the other instance is a candidate", || {
+        METRICS.waiting() == 1.0
+    });
     candidate.abort();
-    eventually("it does not", || METRICS.waiting() == 0.0);
+    eventually("the dropped candidate is not counted", || {
+        METRICS.waiting() == 0.0
+    });
     leader.abort();
     eventually("nobody leads", || {
         (METRICS.operations("resigned"), METRICS.held()) == (1.0, 0.0)

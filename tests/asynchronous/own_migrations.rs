@@ -1,4 +1,4 @@
-//! An application's own migrations, on a connection that the crate then owns.
+//! An application's own migrations, over an asynchronous connection that is given to the crate.
 
 use diesel_async::{AsyncConnection, AsyncPgConnection};
 use diesel_interlock::migrations;
@@ -27,17 +27,20 @@ fn a_future_that_is_dropped_at_any_poll_leaves_no_lock_and_no_half_migration() {
         let ran = block_on_one_thread(polled(polls, run_pending(url.clone())));
         eventually("nothing is held", || observer.all_held() == 0);
         eventually("the session has ended", || observer.sessions() == 0);
-        // What the dropped one has begun is done, and recorded.
+        // Each migration has either run and is recorded, or runs now.
         assert!(block_on(run_pending(url)) <= 2);
         if ran.is_some() {
-            assert!(polls > 4, "it was never dropped under its lock");
+            assert!(
+                polls > 4,
+                "the future was never dropped while it held the lock"
+            );
             return;
         }
     }
 }
 
 #[test]
-fn a_runtime_with_one_thread_does() {
+fn migrations_run_in_a_runtime_with_one_thread() {
     let database = Database::new();
     assert_eq!(block_on_one_thread(run_pending(database.url())), 2);
 }

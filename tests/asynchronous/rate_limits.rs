@@ -1,4 +1,4 @@
-//! What a dropped future of a rate limit leaves.
+//! Dropped futures of rate limits spend at most once, and lose no chunk.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +9,13 @@ use crate::half::{
 };
 use crate::support::{assert_pool_whole, installed};
 
-/// How long a dropped call may wait for its reply. A longer round proves nothing.
+/// How long a dropped call waits for its reply. A longer round proves nothing.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Nothing of it refills while a test runs.
+/// No unit refills while a test runs.
 static WIDE: RateLimit = RateLimit::named("wide", Quota::per_day(24).burst(1000));
 
-/// Checks, also where what was dropped before has the row for longer than a check waits for it.
+/// Repeats a check while a dropped call has the row locked.
 async fn check(limit: &RateLimit, pool: &PgPool) -> Check {
     loop {
         match limit.check(pool).await {
@@ -32,7 +32,7 @@ fn a_check_that_is_dropped_after_any_poll_spends_once_at_most() {
     block_on(async {
         let mut drops = 0;
         for (round, polls) in (0..12).cycle().enumerate() {
-            // Fewer are dropped where replies are there before anybody looks.
+            // On a fast server some replies arrive before the drop, so there are more rounds.
             if round >= 60 && drops >= 30 {
                 break;
             }
@@ -48,7 +48,8 @@ fn a_check_that_is_dropped_after_any_poll_spends_once_at_most() {
                     .is_none(),
             ];
             drops += spent.iter().filter(|is_dropped| **is_dropped).count();
-            // What is still on its way is in front of this one on each connection.
+            // Two checks, one on each connection, are answered after all statements that were sent
+            // before.
             let _ = (check(&limit, &pool).await, check(&limit, &pool).await);
             let remaining = limit.peek(&pool).await.unwrap().remaining;
             assert!(
@@ -61,7 +62,7 @@ fn a_check_that_is_dropped_after_any_poll_spends_once_at_most() {
 }
 
 #[test]
-fn waits_that_are_dropped_take_nothing() {
+fn dropped_waits_spend_nothing() {
     let database = installed();
     let pool = pool(&database, 2);
     let limit = RateLimit::named("slow", Quota::per_hour(1));
@@ -126,7 +127,7 @@ fn a_local_check_that_is_dropped_after_any_poll_loses_no_chunk() {
 }
 
 #[test]
-fn a_local_check_that_nobody_polls_stops_no_other_one() {
+fn a_local_check_that_nobody_polls_does_not_block_others() {
     let database = installed();
     block_on_one_thread(async {
         let pool = make_pool(&database.url(), 2, Duration::from_secs(20));

@@ -1,4 +1,4 @@
-//! Runtimes with a paused clock, without timers, and that end.
+//! Runtimes with a paused clock, runtimes without timers, and runtimes that have ended.
 
 use std::sync::mpsc;
 use std::thread;
@@ -16,13 +16,13 @@ const SLOT: Semaphore = Semaphore::named("runtimes", 1, HOUR);
 const UNITS: RateLimit = RateLimit::named("runtimes", Quota::per_hour(1));
 static ONCE: Once = Once::named("runtimes");
 
-/// Runs a test on a thread of its own, and fails if it never ends.
-fn ends<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
+/// Runs a test on a separate thread, and fails if it takes longer than two minutes.
+fn run_in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = mpsc::channel();
     let thread = thread::spawn(move || sender.send(test()));
     match receiver.recv_timeout(Duration::from_secs(120)) {
         Ok(value) => value,
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("it never ends"),
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("the test hangs"),
         Err(mpsc::RecvTimeoutError::Disconnected) => {
             std::panic::resume_unwind(thread.join().map(drop).unwrap_err())
         }
@@ -35,11 +35,11 @@ fn with_a_paused_clock_tries_releases_drops_and_once_work() {
     let database = installed();
     let url = database.url();
     let before = Observer::of(&database).sessions();
-    ends(move || {
+    run_in_time(move || {
         let mut runtime = Builder::new_current_thread();
         let runtime = runtime.enable_all().start_paused(true).build().unwrap();
         runtime.block_on(async {
-            // Without timeouts of its own, which a paused clock ends at once.
+            // A pool without timeouts, which would end at once under a paused clock.
             let pool = paused(&url);
             for _ in 0..5 {
                 let guard = LOCK.try_acquire(&pool).await.unwrap();
@@ -48,7 +48,7 @@ fn with_a_paused_clock_tries_releases_drops_and_once_work() {
                 let failed: Result<()> = LOCK.with(&pool, async |_conn| Err(Error::TimedOut)).await;
                 assert_matches!(failed, Err(Error::TimedOut));
                 drop(LOCK.try_acquire(&pool).await.unwrap().acquired().unwrap());
-                // A drop leaves its release to a task.
+                // The release of a dropped guard runs in a task.
                 let guard = loop {
                     if let Attempt::Acquired(guard) = LOCK.try_acquire(&pool).await.unwrap() {
                         break guard;
@@ -87,7 +87,7 @@ fn without_timers_an_operation_is_an_error_and_a_drop_frees() {
     let guard = wait(LOCK.acquire(&pool)).unwrap();
     let permit = wait(SLOT.acquire(&pool)).unwrap();
     let here = pool.clone();
-    ends(move || {
+    run_in_time(move || {
         let mut runtime = Builder::new_current_thread();
         let runtime = runtime.enable_io().build().unwrap();
         runtime.block_on(async {
@@ -125,7 +125,7 @@ fn on_a_runtime_that_has_ended_an_operation_is_an_error() {
     let database = installed();
     let pool = pool(&database, 1);
     wait(on_all(&pool, "SELECT 1")).unwrap();
-    ends(move || {
+    run_in_time(move || {
         let runtime = Builder::new_multi_thread().enable_all().build().unwrap();
         let handle = runtime.handle().clone();
         runtime.shutdown_background();

@@ -1,4 +1,4 @@
-//! Schedules of the asynchronous half: what a dropped future leaves.
+//! Schedules of the asynchronous half: runs whose futures are dropped.
 #![cfg(feature = "testing")] // whose leases may be short
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +15,7 @@ use crate::support::{eventually, hourly, installed, number, run, text, truth};
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_secs(600), 3);
 
-/// Its lease has expired.
+/// Lets the lease of the run expire.
 const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
 
 fn due(schedule: &Schedule, pool: &PgPool) {
@@ -28,7 +28,8 @@ fn due(schedule: &Schedule, pool: &PgPool) {
     });
 }
 
-/// However often it is dropped, it is the first attempt, so that a deployment costs none.
+/// However often the run is dropped, the next run is the first attempt, so that deployments use up
+/// no attempts.
 #[test]
 fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     let database = installed();
@@ -62,7 +63,7 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
         assert!(tick.fencing_token() > 5);
         Ok::<_, Error>(())
     }));
-    // The row of the last drop may be on its way.
+    // The last dropped run may give the tick back a moment later.
     let mut last = last.unwrap();
     while last != RunDue::Ran {
         let again = REPORT.run_due(&pool, hourly, |tick| async move {
@@ -78,9 +79,9 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     ));
 }
 
-/// Dropped after any number of polls, the tick has run at most once to its end.
+/// Dropped after any number of polls, and then looked for again: the work of a tick ends once.
 #[test]
-fn a_run_that_has_ended_is_never_given_back() {
+fn a_tick_whose_run_has_ended_is_never_given_back() {
     let database = installed();
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
@@ -94,7 +95,7 @@ fn a_run_that_has_ended_is_never_given_back() {
         };
         block_on(polled(polls, schedule.run_due(&pool, hourly, work)));
         let is_settled = "(SELECT bool_and(expires_at IS NULL OR expires_at <= clock_timestamp()) FROM resource_control.schedule)";
-        eventually("nothing runs", || truth(admin, is_settled));
+        eventually("no run is in progress", || truth(admin, is_settled));
         while matches!(
             block_on(schedule.run_due(&pool, hourly, work)),
             Ok(RunDue::Ran)
@@ -126,7 +127,7 @@ fn a_run_in_a_task_that_panics_counts_as_a_crash() {
     let admin = &mut database.connect();
     let crashed =
         "(SELECT state = 'crashed' AND error IS NOT NULL FROM resource_control.schedule_state)";
-    eventually("it is stored", || truth(admin, crashed));
+    eventually("the crash is stored", || truth(admin, crashed));
     run(admin, EXPIRE);
     let again = REPORT.run_due(&pool, hourly, |tick| async move {
         assert_eq!(tick.attempt(), 2);
@@ -136,14 +137,14 @@ fn a_run_in_a_task_that_panics_counts_as_a_crash() {
 }
 
 fn panics() -> Error {
-    panic!("the work")
+    panic!("in the work")
 }
 
 #[test]
 fn the_work_is_dropped_when_its_lease_is_lost() {
     let database = installed();
     let pool = pool(&database, 3);
-    // Its renewals come every four seconds.
+    // The first renewal, which notices the loss, comes after four seconds.
     let schedule = REPORT.clone().after_crash(Duration::from_secs(12), 3);
     due(&schedule, &pool);
     let admin = &mut database.connect();
@@ -159,7 +160,7 @@ fn the_work_is_dropped_when_its_lease_is_lost() {
 }
 
 #[test]
-fn ticks_run_in_spawned_tasks_once_each() {
+fn each_tick_runs_once_also_in_spawned_tasks() {
     let database = installed();
     let ran = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
     let tasks: Vec<_> = (0..3)
@@ -186,9 +187,9 @@ fn ticks_run_in_spawned_tasks_once_each() {
     assert!(ran.iter().all(|(_, attempt)| *attempt == 1), "{ran:?}");
 }
 
-/// What a schedule's row says in the end.
+/// Waits until the schedule has this state.
 #[track_caller]
-fn is_soon(conn: &mut diesel::PgConnection, schedule: &str, state: &str) {
+fn wait_for_state(conn: &mut diesel::PgConnection, schedule: &str, state: &str) {
     let sql =
         format!("(SELECT state FROM resource_control.schedule_state WHERE name = '{schedule}')");
     eventually(state, || text(conn, &sql) == state);
@@ -196,11 +197,11 @@ fn is_soon(conn: &mut diesel::PgConnection, schedule: &str, state: &str) {
 
 /// Both runs are futures of one task, which unwinds.
 #[test]
-fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
+fn a_panic_in_one_run_is_no_crash_of_another_run_in_the_same_task() {
     let database = installed();
     let pool = pool(&database, 4);
     let admin = &mut database.connect();
-    // Which of them is polled first, and dropped first, makes no difference.
+    // The order in which the two runs are polled and dropped makes no difference.
     for is_first in [true, false] {
         let [panicking, other] = ["panicking", "other"].map(|name| REPORT.key(name));
         run(admin, "DELETE FROM resource_control.schedule");
@@ -226,8 +227,8 @@ fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
             })
         };
         assert!(block_on(task).unwrap_err().is_panic());
-        is_soon(admin, "report panicking", "crashed");
-        is_soon(admin, "report other", "given back");
+        wait_for_state(admin, "report panicking", "crashed");
+        wait_for_state(admin, "report other", "given back");
         run(admin, EXPIRE);
         for (schedule, expected) in [("panicking", 2), ("other", 1)] {
             let schedule = REPORT.key(schedule);
@@ -241,7 +242,7 @@ fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
 }
 
 #[test]
-fn a_run_that_unwinding_drops_is_given_back() {
+fn a_run_that_a_panic_beside_it_drops_is_given_back() {
     let database = installed();
     let pool = pool(&database, 4);
     let admin = &mut database.connect();
@@ -262,27 +263,27 @@ fn a_run_that_unwinding_drops_is_given_back() {
                 is_at_work.notify_one();
                 std::future::pending::<Result<()>>().await
             });
-            // Its first run may be about to be given back.
+            // The loop that was stopped may end before its work begins.
             tokio::select! {
                 ended = &mut runs => drop(ended),
                 () = is_at_work.notified() => {}
             }
-            // And now it is dropped by a panic beside it.
+            // A panic in the same task drops the run.
             drop(panics());
             drop(runs);
         })
     };
     assert!(block_on(task).unwrap_err().is_panic());
-    is_soon(admin, "report", "given back");
+    wait_for_state(admin, "report", "given back");
     assert!(truth(
         admin,
         "(SELECT attempt = 0 AND error IS NULL FROM resource_control.schedule)"
     ));
 }
 
-/// At most one run is allowed, so a claim that counts as an attempt loses the tick.
+/// The schedule allows one attempt, so the tick would be lost if the claim counted as one.
 #[test]
-fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
+fn in_a_loop_a_claim_whose_reply_is_lost_is_not_an_attempt() {
     let database = installed();
     std::thread::scope(|scope| {
         for n in 1..=9 {
@@ -324,7 +325,7 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
     assert!(truth(&mut database.connect(), done));
 }
 
-/// On a slow machine a run may be lost before it is too long.
+/// On a slow machine the lease may be lost before the run is too long, so rounds are repeated.
 #[test]
 fn the_work_of_a_run_that_is_too_long_is_dropped_and_its_tick_is_free_at_once() {
     let database = installed();
@@ -333,7 +334,7 @@ fn the_work_of_a_run_that_is_too_long_is_dropped_and_its_tick_is_free_at_once() 
     let limit = Duration::from_secs(4);
     let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
     due(&schedule, &pool);
-    eventually("it was too long, and was not lost before", || {
+    eventually("the run was too long, and not lost before", || {
         let hangs = |_: Tick| std::future::pending::<Result<()>>();
         let ran = block_on(schedule.run_due(&pool, hourly, hangs));
         matches!(ran, Err(Error::PermitLost(_)))

@@ -1,4 +1,4 @@
-//! A server that does not reply.
+//! Calls to a server that does not reply.
 
 use std::process::Command;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::half::{
 use crate::support::{IN_FLIGHT, Observer, alone, eventually, install, installed, number};
 
 const HOUR: Duration = Duration::from_secs(3600);
-/// Much longer than a drop waits for a reply, and shorter than a test.
+/// Much longer than the two seconds that a drop waits for its reply.
 const SOON: Duration = Duration::from_secs(30);
 
-/// Drops a call as soon as `happens`.
+/// Drops a call as soon as `happens` is true. The call must not end before.
 async fn dropped_when<T>(call: impl Future<Output = T>, happens: impl Fn() -> bool) {
     let happened = async {
         while !happens() {
@@ -28,19 +28,19 @@ async fn dropped_when<T>(call: impl Future<Output = T>, happens: impl Fn() -> bo
         }
     };
     tokio::select! {
-        _ = call => panic!("it had a reply"),
+        _ = call => panic!("the call had a reply"),
         () = happened => {}
     }
 }
 
-/// A pool that does not check its connections, so that what is sent is the call's.
+/// A pool that does not check its connections, so that only the calls send statements.
 fn unchecked(server: &Endpoint) -> PgPool {
     let _entered = workbench::runtime().enter();
     crate::pool::unchecked(server, 1)
 }
 
 #[test]
-fn a_dropped_call_whose_server_is_silent_gives_its_place_in_the_pool_back() {
+fn a_dropped_call_to_a_silent_server_frees_its_place_in_the_pool() {
     static SLOTS: Semaphore = Semaphore::named("silent", 10, HOUR);
     static THROTTLE: Throttle = Throttle::named("silent", HOUR);
     static LIMIT: RateLimit = RateLimit::named("silent", Quota::per_second(100));
@@ -59,9 +59,9 @@ fn a_dropped_call_whose_server_is_silent_gives_its_place_in_the_pool_back() {
                                 let fault = proxy.silence_at(round_trip, when);
                                 let happens = || fault.has_happened();
                                 let dropped = dropped_when(async { $call.await }, happens);
-                                timeout(SOON, dropped).await.expect("it is sent");
+                                timeout(SOON, dropped).await.expect("the statement is sent");
                                 let next = timeout(SOON, $pool.check_out(None));
-                                drop(next.await.expect("the pool has one").unwrap());
+                                drop(next.await.expect("the pool has a connection").unwrap());
                             });
                         });
                     }
@@ -78,9 +78,9 @@ fn a_dropped_call_whose_server_is_silent_gives_its_place_in_the_pool_back() {
     });
 }
 
-/// What the pool sends to check a connection has no reply.
+/// The statement by which the pool checks a connection has no reply.
 #[test]
-fn a_dropped_check_out_whose_server_is_silent_gives_its_place_in_the_pool_back() {
+fn a_dropped_check_out_from_a_silent_server_frees_its_place_in_the_pool() {
     if !crate::pool::ENDS_DROPPED_CHECKS {
         return; // bb8 checks the same connection again, each time for as long as a check-out may take
     }
@@ -93,17 +93,19 @@ fn a_dropped_check_out_whose_server_is_silent_gives_its_place_in_the_pool_back()
         let fault = proxy.silence_at(1, When::BeforeServer);
         let happens = || fault.has_happened();
         let dropped = dropped_when(lock.try_acquire(&pool), happens);
-        timeout(SOON, dropped).await.expect("it is sent");
+        timeout(SOON, dropped).await.expect("the statement is sent");
         let lent = async {
             while let Err(error) = lock.try_acquire(&pool).await {
                 assert_matches!(error, Error::Pool(_));
             }
         };
-        timeout(SOON, lent).await.expect("the pool has one");
+        timeout(SOON, lent)
+            .await
+            .expect("the pool has a connection");
     });
 }
 
-/// A process of the server that is stopped until the value drops.
+/// Stops a process of the server until the value is dropped.
 struct Stopped(i32);
 
 impl Stopped {
@@ -125,7 +127,7 @@ fn signal(name: &str, pid: i32) {
 }
 
 #[test]
-fn a_dropped_call_whose_session_hangs_gives_its_place_in_the_pool_back() {
+fn a_dropped_call_to_a_session_that_hangs_frees_its_place_in_the_pool() {
     let cluster = Cluster::start();
     let database = cluster.database();
     install(&mut database.connect());
@@ -143,7 +145,7 @@ fn a_dropped_call_whose_session_hangs_gives_its_place_in_the_pool_back() {
     block_on(async {
         let claim = slot.try_acquire(&pool);
         assert!(timeout(Duration::from_millis(100), claim).await.is_err());
-        // On another session.
+        // The next claim uses another session.
         let permit = timeout(SOON, slot.acquire(&pool)).await.unwrap().unwrap();
         permit.release().await.unwrap();
     });
@@ -175,15 +177,15 @@ fn a_release_in_another_runtime_than_the_claim_returns() {
         drop(first);
         second.block_on(async {
             let release = timeout(SOON, permit.release());
-            release.await.expect("it returns").unwrap();
+            release.await.expect("the release returns").unwrap();
         });
-        eventually("it is released", || number(admin, IN_FLIGHT) == 0);
+        eventually("the slot is free", || number(admin, IN_FLIGHT) == 0);
     }
 }
 
 #[test]
-fn a_permit_whose_server_is_silent_is_drained_when_it_has_expired() {
-    let test = "a_permit_whose_server_is_silent_is_drained_when_it_has_expired";
+fn a_permit_of_a_silent_server_is_drained_when_it_has_expired() {
+    let test = "a_permit_of_a_silent_server_is_drained_when_it_has_expired";
     alone(&format!("asynchronous::silence::{test}"), || {
         let database = installed();
         let proxy = RoundTrips::in_front_of(&database);
@@ -198,7 +200,7 @@ fn a_permit_whose_server_is_silent_is_drained_when_it_has_expired() {
 
 #[test]
 #[cfg(feature = "testing")] // whose leases may be short
-fn a_loop_whose_server_is_silent_goes_on_over_another_connection() {
+fn a_loop_goes_on_over_another_connection_if_its_server_is_silent() {
     const LEASE: Duration = Duration::from_millis(600);
     let database = &installed();
     std::thread::scope(|scope| {
@@ -220,8 +222,8 @@ fn a_loop_whose_server_is_silent_goes_on_over_another_connection() {
                         });
                         let leads = timeout(SOON, leads);
                         tokio::select! {
-                            _ = lead => panic!("it has ended"),
-                            leads = leads => leads.expect("it leads").unwrap(),
+                            _ = lead => panic!("the election has ended"),
+                            leads = leads => leads.expect("the instance leads").unwrap(),
                         }
                         proxy.disarm();
 
@@ -236,8 +238,8 @@ fn a_loop_whose_server_is_silent_goes_on_over_another_connection() {
                         });
                         let runs = timeout(SOON, runs);
                         tokio::select! {
-                            _ = run => panic!("it has ended"),
-                            runs = runs => runs.expect("it runs").unwrap(),
+                            _ = run => panic!("the loop has ended"),
+                            runs = runs => runs.expect("the schedule runs").unwrap(),
                         }
                     });
                 });

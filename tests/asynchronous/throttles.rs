@@ -1,4 +1,4 @@
-//! Attempts whose futures are dropped.
+//! Attempts, synchronizations and passes of fences whose futures are dropped.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ throttled_resources! {
     }
 }
 
-/// It may have been granted, to nobody.
+/// A dropped attempt may have been granted to nobody.
 #[test]
 fn an_attempt_that_is_dropped_at_any_poll_is_granted_once_at_most() {
     let database = installed();
@@ -37,7 +37,7 @@ fn an_attempt_that_is_dropped_at_any_poll_is_granted_once_at_most() {
                     run(&mut database.connect(), due);
                     on_one(&pool, |conn| wait(execute(conn, &default)).unwrap());
                     let (dropped, other) = wait(async {
-                        // Both at once, so that they meet.
+                        // Both attempts are polled concurrently, so that they race.
                         tokio::join!(
                             polled(polls, throttle.attempt(&pool)),
                             throttle.attempt(&pool)
@@ -49,7 +49,7 @@ fn an_attempt_that_is_dropped_at_any_poll_is_granted_once_at_most() {
                     let later = wait(throttle.attempt(&pool)).unwrap().is_granted();
                     assert!(granted + usize::from(later) <= 1, "{throttle:?} at {polls}");
                     assert!(wait(throttle.attempt(&pool)).unwrap().is_denied());
-                    // A reply may already be there when it is first waited for.
+                    // After one or two polls a fast server may already have replied.
                     if is_delivered && polls > 2 {
                         break;
                     }
@@ -79,7 +79,7 @@ fn a_synchronization_that_is_dropped_at_any_poll_can_be_repeated() {
     assert_pool_whole(&pool, &database);
 }
 
-/// A pass that is dropped ends with the caller's transaction.
+/// The effect of a dropped pass is committed or rolled back with the caller's transaction.
 #[test]
 fn a_pass_that_is_dropped_counts_only_if_the_transaction_commits() {
     use crate::half::{Fence, begin, end};

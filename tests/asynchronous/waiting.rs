@@ -1,4 +1,5 @@
-//! Those who wait as futures: some are polled by nobody, and some are polled or dropped inside a waker.
+//! Waiters that are futures: nobody polls some of them, and others are polled or dropped inside a
+//! waker.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,18 +22,18 @@ const MINUTE: Duration = Duration::from_secs(60);
 
 type Waiter = Pin<Box<dyn Future<Output = Result<AdvisoryLockGuard>> + Send>>;
 
-/// A future that waits, and its pool of one with the way to the server.
+/// A waiter, its pool of one, and the proxy between the pool and the server.
 type Refused = (Waiter, PgPool, RoundTrips);
 
-/// Polls a future that waits until it has been refused and pauses.
-fn refused(database: &Database, waker: &Waker) -> Refused {
+/// Creates a waiter, and polls it until its first try was refused and it pauses.
+fn refused_waiter(database: &Database, waker: &Waker) -> Refused {
     let proxy = RoundTrips::in_front_of(database);
     let pool = make_pool(&proxy.url(), 1, MINUTE);
     let waiting = pool.clone();
     let mut waiter: Waiter = Box::pin(async move { LOCK.acquire(&waiting).await });
-    eventually("it was refused, and pauses", || {
+    eventually("the waiter was refused, and pauses", || {
         poll(&mut waiter, waker);
-        // More than it takes to open the connection and to try once.
+        // More round trips than it takes to open the connection and to try once.
         proxy.round_trips() > 8 && pool.idle() == 1
     });
     (waiter, pool, proxy)
@@ -46,17 +47,18 @@ fn poll(waiter: &mut Waiter, waker: &Waker) {
 }
 
 #[test]
-fn a_waiter_behind_a_future_that_nobody_polls_gets_the_lock() {
+fn a_waiter_behind_another_that_nobody_polls_gets_the_lock() {
     let database = Database::new();
     let holder = foreign_holder(&database, LOCK.lock_key());
-    let (mut oldest, its_pool, _proxy) = refused(&database, Waker::noop());
+    let (mut oldest, its_pool, _proxy) = refused_waiter(&database, Waker::noop());
     let pool = pool(&database, 2);
     thread::scope(|scope| {
         let second = scope.spawn(|| wait(wait(LOCK.acquire(&pool)).unwrap().release()));
         drop(holder);
         second.join().unwrap().unwrap();
     });
-    // A release wakes nobody who would do something, either.
+    // A release wakes the oldest waiter, which nobody polls, so the second one must not depend on
+    // it.
     let guard = wait(LOCK.acquire(&pool)).unwrap();
     thread::scope(|scope| {
         let second = scope.spawn(|| wait(wait(LOCK.acquire(&pool)).unwrap().release()));
@@ -68,19 +70,20 @@ fn a_waiter_behind_a_future_that_nobody_polls_gets_the_lock() {
     assert_pool_whole(&pool, &database);
 }
 
-/// Also while the pool tests the connection for one of them, and the others wait for it.
+/// Some tries are dropped while the pool checks a connection for them, and others while they wait
+/// for that connection.
 #[test]
 fn tries_that_are_dropped_in_a_crowd_cost_no_connection() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 2, MINUTE);
-    // How long a dropped call may wait for its reply. A longer round proves nothing.
+    // How long a dropped call waits for its reply. A longer round proves nothing.
     const PATIENCE: Duration = Duration::from_secs(2);
     let (mut round, mut rounds) = (0, 0);
     while round < 12 {
         rounds += 1;
-        assert!(rounds < 200, "hardly any round is quick");
-        // Nothing of the round before has a connection any more.
+        assert!(rounds < 200, "hardly any round was quick");
+        // All calls of the round before have given their connections back.
         proxy.set_delay(Duration::ZERO, Duration::ZERO);
         on_one(&pool, |_| on_one(&pool, |_| ()));
         let connections = proxy.connections();
@@ -98,7 +101,7 @@ fn tries_that_are_dropped_in_a_crowd_cost_no_connection() {
         for task in tasks {
             wait(task).unwrap().unwrap();
         }
-        // Not `drain`, which waits for what all tests of the process have dropped.
+        // Not `drain`, which would wait for the drops of all tests of this process.
         eventually("both connections are back", || {
             pool.idle() == 2 || began.elapsed() > PATIENCE
         });
@@ -112,7 +115,8 @@ fn tries_that_are_dropped_in_a_crowd_cost_no_connection() {
     assert_pool_whole(&pool, &database);
 }
 
-/// What a waker of a user's does: it drops one who waits, polls another, and begins to wait itself.
+/// A waker that an application might write: it drops one waiter, polls another, and begins to wait
+/// itself.
 struct Meddler {
     pool: PgPool,
     dropped: Mutex<Option<Refused>>,
@@ -129,7 +133,7 @@ impl Wake for Meddler {
         let mut context = Context::from_waker(Waker::noop());
         if let Ok(mut polled) = self.polled.try_lock() {
             let is_ready = |it: &mut Refused| it.0.as_mut().poll(&mut context).is_ready();
-            // It may get the lock, which is then free at once.
+            // If the waiter acquires the lock, its guard is dropped at once.
             if polled.as_mut().is_some_and(is_ready) {
                 *polled = None;
             }
@@ -145,9 +149,9 @@ impl Wake for Meddler {
 }
 
 #[test]
-fn a_waker_may_wait_poll_and_give_up_itself() {
+fn a_waker_may_itself_wait_poll_and_drop_waiters() {
     let (done, is_done) = mpsc::channel();
-    // Not of a scope, which would wait for it for ever.
+    // Not a scoped thread: after a deadlock the scope would wait for ever.
     for end in [0, 1, 3] {
         let done = done.clone();
         thread::spawn(move || {
@@ -160,11 +164,12 @@ fn a_waker_may_wait_poll_and_give_up_itself() {
     }
     for _ in 0..3 {
         let done = is_done.recv_timeout(2 * MINUTE);
-        done.expect("nothing of a caller's runs under a mutex");
+        done.expect("no code of a caller runs while a mutex is locked");
     }
 }
 
-/// Lets the waker of one who waits run where somebody else releases the lock, or gives up.
+/// Runs the waker of a waiter where another thread releases the lock, or where another waiter gives
+/// up.
 fn meddle(database: &Database, pool: &PgPool, end: usize) {
     let guard = wait(LOCK.acquire(pool)).unwrap();
     let meddler = Arc::new(Meddler {
@@ -175,8 +180,8 @@ fn meddle(database: &Database, pool: &PgPool, end: usize) {
         woken: AtomicUsize::new(0),
     });
     let waker = Waker::from(Arc::clone(&meddler));
-    let mut waiters = [(); 4].map(|()| refused(database, Waker::noop()));
-    // The oldest is woken by a release, and the second one when the oldest gives up.
+    let mut waiters = [(); 4].map(|()| refused_waiter(database, Waker::noop()));
+    // A release wakes the oldest waiter; if the oldest gives up, the second one is woken.
     poll(&mut waiters[usize::from(end == 3)].0, &waker);
     let [oldest, second, third, fourth] = waiters;
     *meddler.dropped.lock().unwrap() = Some(third);
@@ -192,7 +197,7 @@ fn meddle(database: &Database, pool: &PgPool, end: usize) {
         1 => drop(guard.take()),
         _ => drop(oldest.take()),
     }
-    eventually("one is woken", || {
+    eventually("a waiter is woken", || {
         meddler.woken.load(Ordering::SeqCst) > before
     });
     drop((oldest, second, guard));

@@ -1,4 +1,4 @@
-//! What a pool and a connection may be borrowed from, and that they come back.
+//! Pools borrowed from a wrapper, connections that are reborrowed, and test transactions of Diesel.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::support::{Observer, assert_pool_whole, installed, run};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("borrowing");
 
-/// A wrapper, as the state of a web framework is.
+/// A wrapper, like the shared state of a web framework.
 struct State<T>(T);
 
 impl<T> Deref for State<T> {
@@ -64,7 +64,7 @@ fn an_error_of_the_crate_passes_through_diesels() {
     assert!(!error.is_unavailable());
 }
 
-/// Panics with each statement.
+/// Panics after each statement.
 struct Panics;
 
 impl Instrumentation for Panics {
@@ -112,7 +112,7 @@ fn in_a_test_transaction_work_is_done_once_and_undone_with_it() {
 }
 
 #[test]
-fn a_test_transaction_is_no_transaction() {
+fn a_test_transaction_does_not_count_as_a_transaction() {
     let database = Database::new();
     let conn = &mut database.connect();
     conn.begin_test_transaction().unwrap();
@@ -123,7 +123,7 @@ fn a_test_transaction_is_no_transaction() {
     assert_eq!(
         Observer::of(&database).holders(LOCK.lock_key()),
         1,
-        "of the test transaction"
+        "the lock stays until the test transaction ends"
     );
 }
 

@@ -1,4 +1,5 @@
-//! A copy of a table leaves the connection as it was.
+//! After a `COPY … TO STDOUT` on the guard's connection, the lock is still held, and can be
+//! released.
 
 use std::io::{BufRead, Read};
 
@@ -17,7 +18,7 @@ diesel::table! {
 static LOCK: AdvisoryLock = AdvisoryLock::named("copies");
 
 #[test]
-fn after_a_copy_the_lock_is_held_and_released() {
+fn after_a_copy_out_of_a_table_the_lock_is_held_and_can_be_released() {
     let database = Database::new();
     run(
         &mut database.connect(),
@@ -25,8 +26,8 @@ fn after_a_copy_the_lock_is_held_and_released() {
     );
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
-    // What is sent next is prepared at first, and then it is not.
-    for (is_read_to_its_end, looks) in [
+    // The next statement is prepared in the first round, and cached in the others.
+    for (is_read_to_its_end, asks_is_held) in [
         (true, true),
         (true, true),
         (true, false),
@@ -45,7 +46,7 @@ fn after_a_copy_the_lock_is_held_and_released() {
             rows.read_line(&mut text).unwrap();
         }
         drop(rows);
-        if looks {
+        if asks_is_held {
             assert!(guard.is_held().unwrap());
         }
         assert_eq!(observer.holders(LOCK.lock_key()), 1);

@@ -1,4 +1,4 @@
-//! Each operation tells one event.
+//! Each operation logs one event.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -48,25 +48,26 @@ impl<S: Subscriber> Layer<S> for Collect {
 }
 
 impl Collect {
-    /// Calls `work` with this as the subscriber of the thread.
+    /// Calls `work` with this collector as the subscriber of the thread.
     ///
-    /// Another one is that of all threads: while there is only one, tracing asks the thread that
-    /// logs an event first, and remembers for all threads that it has none.
+    /// A second, global subscriber is needed: as long as there is only one subscriber, tracing asks
+    /// only the thread that reaches a call site first, and caches for all threads that no one
+    /// listens.
     fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         Log::of("any");
         with_default(tracing_subscriber::registry().with(self.clone()), work)
     }
 }
 
-/// What operations of this thread tell.
+/// The events that `work` logs on this thread.
 fn events(work: impl FnOnce()) -> Vec<(Level, Fields)> {
     let collected = Collect::default();
     collected.during(work);
     std::mem::take(&mut *collected.0.lock().unwrap())
 }
 
-/// `primitive name operation: outcome` of each.
-fn told(work: impl FnOnce()) -> Vec<String> {
+/// The events that `work` logs on this thread, each as `primitive name operation: outcome`.
+fn event_lines(work: impl FnOnce()) -> Vec<String> {
     let line = |(_, event): &(Level, Fields)| {
         format!(
             "{} {} {}: {}",
@@ -82,7 +83,7 @@ fn an_operation_logs_its_outcome() {
     let pool = pool(&database, 2);
     let lock = AdvisoryLock::named("report");
     assert_eq!(
-        told(|| {
+        event_lines(|| {
             let guard = lock.acquire(&pool).unwrap();
             let _ = lock.try_acquire(&pool).unwrap();
             guard.release().unwrap();
@@ -101,7 +102,7 @@ fn an_operation_logs_its_outcome() {
         RateLimit::named("l", Quota::per_day(1)),
     );
     assert_eq!(
-        told(|| {
+        event_lines(|| {
             for _ in 0..2 {
                 let _ = throttle.attempt(&pool).unwrap();
                 let _ = limit.check(&pool).unwrap();
@@ -116,7 +117,7 @@ fn an_operation_logs_its_outcome() {
     );
     let once = Once::named("o");
     assert_eq!(
-        told(|| {
+        event_lines(|| {
             let conn = &mut pool.get().unwrap();
             for key in ["a", "a", ""] {
                 let _ = once.key(key).run(conn, |_conn| Ok::<_, Error>("a secret"));
@@ -130,7 +131,7 @@ fn an_operation_logs_its_outcome() {
     );
     let semaphore = Semaphore::named("s", 1, Duration::from_secs(60));
     assert_eq!(
-        told(|| {
+        event_lines(|| {
             let permit = semaphore.try_acquire(&pool).unwrap().admitted().unwrap();
             let _ = semaphore.try_acquire(&pool).unwrap();
             permit.release().unwrap();
@@ -150,7 +151,7 @@ fn a_release_that_fails_is_logged() {
     let semaphore = Semaphore::named("s", 1, Duration::from_secs(60));
     let mut other = None;
     assert_eq!(
-        told(|| {
+        event_lines(|| {
             let permit = semaphore.acquire(&pool).unwrap();
             other = Some(pool.get().unwrap());
             permit.release().unwrap_err();
@@ -166,15 +167,15 @@ fn a_release_that_fails_is_logged() {
 fn a_drop_that_cannot_release_a_lock_is_a_warning() {
     let database = installed();
     let conn = &mut database.connect();
-    let told = events(|| {
+    let events = events(|| {
         let work = |conn: &mut diesel::PgConnection| -> Result<(), Error> {
             begin(conn);
-            panic!("the work")
+            panic!("in the work")
         };
         let with = || AdvisoryLock::named("scope").with_on(conn, work);
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(with)).unwrap_err();
     });
-    let (level, dropped) = told.last().unwrap();
+    let (level, dropped) = events.last().unwrap();
     assert_eq!(*level, Level::WARN);
     assert_eq!(dropped["outcome"], "failed");
     assert!(dropped.contains_key("error"));
@@ -185,15 +186,15 @@ fn what_needs_attention_is_a_warning_with_its_error() {
     let database = installed();
     let pool = pool(&database, 2);
     let lock = AdvisoryLock::named("report");
-    let told = events(|| {
+    let events = events(|| {
         let guard = lock.acquire(&pool).unwrap();
         Observer::of(&database).kill(guard.backend_pid());
         guard.release().unwrap_err();
         let fence = Fence::named("f");
         fence.pass(&mut pool.get().unwrap(), 1).unwrap_err();
     });
-    let [(first, acquired), (second, lost), (third, refused)] = &told[..] else {
-        panic!("{told:?}")
+    let [(first, acquired), (second, lost), (third, refused)] = &events[..] else {
+        panic!("{events:?}")
     };
     assert_eq!(
         [*first, *second, *third],
@@ -206,7 +207,7 @@ fn what_needs_attention_is_a_warning_with_its_error() {
     assert_eq!(refused["outcome"], "failed");
 }
 
-/// It takes the five seconds after which it is told.
+/// Takes more than five seconds, because the wait is logged after that time.
 #[test]
 fn a_long_wait_for_the_migrations_of_another_instance_names_its_session() {
     const OWN: Own = Own(&[("1_users", Step::Sql("CREATE TABLE users ()"))]);
@@ -222,15 +223,15 @@ fn a_long_wait_for_the_migrations_of_another_instance_names_its_session() {
         let (collected, mut conn) = (collected.clone(), database.connect());
         move || collected.during(|| migrations::run_pending(&mut conn, OWN))
     });
-    let told = || {
+    let logged_wait = || {
         let events = collected.0.lock().unwrap();
         let of_wait = events
             .iter()
             .find(|(_, event)| event["outcome"] == "waiting");
         of_wait.map(|(level, event)| (*level, event["holder"].clone()))
     };
-    eventually("the wait is told", || told().is_some());
-    assert_eq!(told(), Some((Level::WARN, format!("{pid}"))));
+    eventually("the wait is logged", || logged_wait().is_some());
+    assert_eq!(logged_wait(), Some((Level::WARN, format!("{pid}"))));
     drop(holder);
     assert_eq!(waiting.join().unwrap().unwrap(), ["1"]);
 }

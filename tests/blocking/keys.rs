@@ -1,6 +1,7 @@
-//! Keys have the numbers that other programs compute, for ever.
+//! The numbers of keys never change, and are those that other programs compute.
 //!
-//! The files in `tests/vectors` were made with the other programs, which their heads name.
+//! The files in `tests/vectors` were made with these programs. The head of each file names the
+//! program.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -20,7 +21,7 @@ const NAMES: &str = include_str!("../vectors/names.tsv");
 const PARTS: &str = include_str!("../vectors/parts.tsv");
 const GEM: &str = include_str!("../vectors/gem.tsv");
 
-/// The rows of a file, each as a look-up by the name of a column.
+/// The rows of a file. Each is a function from the name of a column to its cell.
 fn rows(file: &'static str) -> impl Iterator<Item = impl Fn(&str) -> &'static str> {
     let mut lines = file.lines();
     let header: Vec<&'static str> = lines.next().unwrap().split('\t').collect();
@@ -33,7 +34,7 @@ fn rows(file: &'static str) -> impl Iterator<Item = impl Fn(&str) -> &'static st
         })
 }
 
-/// `hex:<UTF-8 bytes>`, or `repeat:<bytes>:<how many times>`.
+/// Decodes `hex:<UTF-8 bytes>`, or `repeat:<bytes>:<how many times>`.
 fn decode(name: &str) -> String {
     let (kind, rest) = name.split_once(':').unwrap();
     let (hex, times) = match kind {
@@ -111,7 +112,7 @@ fn sql_has_the_same_numbers() {
     for row in rows(NAMES) {
         let name = decode(row("name"));
         if name.contains('\0') {
-            continue; // PostgreSQL's text cannot have it
+            continue; // a text of PostgreSQL cannot contain NUL
         }
         let lock_key = sql::<BigInt>("resource_control.lock_key(");
         let lock_key = lock_key.bind::<Text, _>(&name).sql(")");

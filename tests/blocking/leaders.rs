@@ -1,4 +1,4 @@
-//! Elections of the blocking half: one instance leads, and the next one follows.
+//! Elections of the blocking half: one instance leads at a time, and another one follows.
 #![cfg(feature = "testing")] // whose terms may be short
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,12 +18,13 @@ use crate::support::{
 
 const TTL: Duration = Duration::from_millis(600);
 const DISPATCHER: Leader = Leader::named("dispatcher", TTL);
-/// Whose term nobody loses because a machine is slow, and who is followed within seconds.
+/// A term long enough not to be lost on a slow machine, and short enough for a test that waits for
+/// its end.
 const PATIENT: Leader = Leader::named("dispatcher", Duration::from_secs(12));
 const HOUR: Duration = Duration::from_secs(3600);
 
 #[test]
-fn one_leads_at_a_time_and_each_term_has_a_larger_token() {
+fn one_instance_leads_at_a_time_and_each_term_has_a_larger_token() {
     let database = installed();
     let (begun, terms) = (AtomicU64::new(0), Mutex::new(Vec::new()));
     let stop = Stop::new();
@@ -37,16 +38,17 @@ fn one_leads_at_a_time_and_each_term_has_a_larger_token() {
                     term.pause(Duration::from_millis(20));
                     let mut terms = terms.lock().unwrap();
                     let last = begun.load(Ordering::SeqCst);
-                    // Of a term that a slow machine has lost, nothing is said.
+                    // A term that a slow machine has lost may overlap with the next one.
                     if term.is_leader() {
-                        assert_eq!(number, last, "two lead");
+                        assert_eq!(number, last, "two instances lead");
                         terms.push((instance, term.fencing_token()));
                     }
                 })
             });
         }
-        // Who has resigned rests, so others have their turn.
-        eventually("there were six terms, of several", || {
+        // An instance that has resigned pauses before it is a candidate again, so others have their
+        // turn.
+        eventually("there were six terms of at least two instances", || {
             let terms = terms.lock().unwrap();
             terms.len() >= 6 && terms.iter().any(|term| term.0 != terms[0].0)
         });
@@ -74,7 +76,7 @@ fn a_stop_resigns_though_the_sessions_of_the_pool_have_ended() {
 }
 
 #[test]
-fn a_stop_ends_the_pause_and_the_term_and_another_leads() {
+fn a_stop_ends_the_pause_and_the_term_and_another_instance_leads() {
     let database = installed();
     let pool = pool(&database, 4);
     let (first, second) = (Stop::new(), Stop::new());
@@ -87,7 +89,9 @@ fn a_stop_ends_the_pause_and_the_term_and_another_leads() {
                 assert!(!term.is_leader());
             })
         });
-        eventually("the first leads", || elected.load(Ordering::SeqCst) > 0);
+        eventually("the first instance leads", || {
+            elected.load(Ordering::SeqCst) > 0
+        });
         scope.spawn(|| {
             PATIENT.lead(&pool, &second, |term| {
                 followed.store(term.fencing_token() as u64, Ordering::SeqCst);
@@ -95,7 +99,9 @@ fn a_stop_ends_the_pause_and_the_term_and_another_leads() {
             })
         });
         first.stop();
-        eventually("the second leads", || followed.load(Ordering::SeqCst) > 0);
+        eventually("the second instance leads", || {
+            followed.load(Ordering::SeqCst) > 0
+        });
     });
     assert!(followed.into_inner() > elected.into_inner());
 }
@@ -112,15 +118,15 @@ fn a_term_is_renewed_and_a_pause_lasts_as_long_as_it_should() {
                 assert!(began.elapsed() >= 3 * TTL);
                 return stop.stop();
             }
-            // A slow machine may lose a term, but not each.
+            // On a slow machine a term may be lost, but not every term.
             lost += 1;
-            assert!(lost < 20, "each was lost");
+            assert!(lost < 20, "every term was lost");
         })
         .unwrap();
 }
 
 #[test]
-fn a_leader_that_is_deposed_notices_and_stands_again() {
+fn a_deposed_leader_notices_and_is_a_candidate_again() {
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
     let (stop, mut is_deposed) = (Stop::new(), false);
@@ -129,7 +135,7 @@ fn a_leader_that_is_deposed_notices_and_stands_again() {
             if is_deposed {
                 return stop.stop();
             }
-            // A term that a slow machine has lost cannot be deposed.
+            // On a slow machine the term may be lost before it can be deposed.
             is_deposed = depose(&DISPATCHER, &other).unwrap();
             assert!(!term.pause(Duration::MAX));
             assert!(!term.is_leader() && !stop.is_stopped());
@@ -139,14 +145,14 @@ fn a_leader_that_is_deposed_notices_and_stands_again() {
 }
 
 #[test]
-fn after_a_crash_another_one_leads() {
+fn after_a_crash_another_instance_leads() {
     let database = installed();
     let pool = pool(&database, 2);
     let admin = &mut database.connect();
-    // Nobody renews it.
-    let seat =
+    // Nobody renews this request, as after a crash.
+    let claim =
         "(SELECT id FROM resource_control.claim_service_request('leader dispatcher', 1, '600 ms'))";
-    let crashed = number(admin, seat);
+    let crashed = number(admin, claim);
     let stop = Stop::new();
     DISPATCHER
         .lead(&pool, &stop, |term| {
@@ -161,7 +167,7 @@ fn after_a_crash_another_one_leads() {
 }
 
 #[test]
-fn an_election_that_takes_longer_than_its_term_is_not_won() {
+fn a_claim_that_takes_longer_than_its_term_does_not_win() {
     let database = installed();
     let pool = pool(&database, 2);
     run(
@@ -195,7 +201,7 @@ fn a_leader_whose_work_panics_resigns() {
 }
 
 #[test]
-fn a_database_that_is_away_is_tried_again_and_a_missing_schema_is_not() {
+fn an_outage_is_retried_and_a_missing_schema_ends_the_election() {
     let database = workbench::Database::new();
     let stop = Stop::new();
     assert_matches!(
@@ -232,21 +238,23 @@ fn elections_have_names_and_keys_of_their_own() {
     }
     stopped.stop();
     DISPATCHER
-        .lead(&pool, &stopped, |_| panic!("it was stopped"))
+        .lead(&pool, &stopped, |_| {
+            panic!("the election was stopped before")
+        })
         .unwrap();
     let nested = Leader::named("shard 1", HOUR).key("a b").details("web-3");
     let (stop, inner) = (Stop::new(), Stop::new());
     nested
         .lead(&pool, &stop, |_| {
-            // Another election, of the same words.
+            // Another election: the same words, divided differently into name and key.
             Leader::named("shard", HOUR)
                 .key("1 a b")
                 .lead(&pool, &inner, |_| inner.stop())
                 .unwrap();
-            let seat = "(SELECT service || ' by ' || details FROM resource_control.service_request \
+            let claim = "(SELECT service || ' by ' || details FROM resource_control.service_request \
                         WHERE completed_at IS NULL)";
             assert_eq!(
-                text(&mut database.connect(), seat),
+                text(&mut database.connect(), claim),
                 r"leader shard\ 1 a\ b by web-3"
             );
             stop.stop();
@@ -255,7 +263,7 @@ fn elections_have_names_and_keys_of_their_own() {
 }
 
 #[test]
-fn the_view_tells_who_leads() {
+fn the_view_shows_who_leads() {
     let database = installed();
     let pool = pool(&database, 2);
     let stop = Stop::new();
@@ -263,7 +271,7 @@ fn the_view_tells_who_leads() {
     leader
         .lead(&pool, &stop, |term| {
             let [leadership] = &Leadership::all().load(&mut database.connect()).unwrap()[..] else {
-                panic!("nobody leads")
+                panic!("not one leader")
             };
             let names = (leadership.name.as_str(), leadership.holder.as_str());
             assert_eq!(names, ("dispatcher a b", "web-1"));
@@ -277,9 +285,9 @@ fn the_view_tells_who_leads() {
 fn a_stop_ends_a_campaign_and_a_term_though_the_pool_is_empty() {
     let database = installed();
     for is_elected in [false, true] {
-        // Longer than a test waits for anything.
+        // Longer than a test waits.
         let pool = make_pool(&database.url(), 1, Duration::from_secs(600));
-        // So that the lease is not lost meanwhile.
+        // A term that is not lost while the pool is empty.
         let leader = Leader::named("patient", Duration::from_secs(60)).key(is_elected);
         let stop = Stop::new();
         let is_at_work = std::sync::Barrier::new(2);
@@ -301,11 +309,11 @@ fn a_stop_ends_a_campaign_and_a_term_though_the_pool_is_empty() {
             });
             assert!(!leads.is_finished());
             stop.stop();
-            eventually("it has ended", || leads.is_finished());
+            eventually("the election has ended", || leads.is_finished());
             leads.join().unwrap().unwrap();
         });
         drop(all);
-        // It resigns as soon as there is a connection.
+        // The leader resigns as soon as the pool has a connection.
         let leads =
             "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NULL)";
         let admin = &mut database.connect();
@@ -314,7 +322,7 @@ fn a_stop_ends_a_campaign_and_a_term_though_the_pool_is_empty() {
 }
 
 #[test]
-fn a_term_tells_its_loss_as_a_permit_does() {
+fn a_term_notifies_its_holder_of_its_loss() {
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
     let stop = Stop::new();

@@ -1,4 +1,4 @@
-//! What leaders and schedules of the blocking half count.
+//! Counters and gauges of leaders and schedules in the blocking half.
 #![cfg(feature = "testing")] // whose terms and leases may be short
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,7 +16,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 #[test]
 fn a_leader_counts_its_elections_and_how_its_terms_end() {
     const METRICS: Metrics = Metrics("counted leader");
-    // Nobody loses its term because a machine is slow.
+    // A term long enough not to be lost on a slow machine.
     static LEADER: Leader = Leader::named("counted leader", Duration::from_secs(12));
     let _ = exported();
     let database = installed();
@@ -29,7 +29,7 @@ fn a_leader_counts_its_elections_and_how_its_terms_end() {
             if terms == 1 {
                 assert!(depose(&LEADER, &other).unwrap());
                 assert!(!term.pause(Duration::MAX));
-                eventually("it is counted while the work goes on", || {
+                eventually("the loss is counted while the work continues", || {
                     METRICS.lost() == 1.0
                 });
                 assert_eq!(METRICS.held(), 0.0);

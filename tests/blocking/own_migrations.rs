@@ -1,4 +1,4 @@
-//! An application's own migrations, on a connection of the program.
+//! An application's own migrations, on a blocking connection of the application.
 
 use diesel::prelude::*;
 use diesel_interlock::{Error, migrations};
@@ -10,7 +10,7 @@ use crate::support::{Observer, Own, Step};
 const ONE: Own = Own(&[("1_users", Step::Sql("CREATE TABLE users ()"))]);
 
 #[test]
-fn inside_a_transaction_they_are_refused() {
+fn inside_a_transaction_migrations_are_refused() {
     let database = Database::new();
     let conn = &mut database.connect();
     conn.transaction(|conn| {
@@ -23,7 +23,7 @@ fn inside_a_transaction_they_are_refused() {
 }
 
 #[test]
-fn the_session_is_usable_afterwards_and_holds_nothing() {
+fn after_migrations_the_session_is_usable_and_holds_nothing() {
     let database = Database::new();
     let conn = &mut database.pool(1).get().unwrap();
     assert_eq!(migrations::run_pending(&mut **conn, ONE).unwrap(), ["1"]);

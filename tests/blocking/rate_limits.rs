@@ -1,4 +1,5 @@
-//! What a crash leaves of rate limits, and that they decide as the model of the algorithm does.
+//! Rate limits after a crash of the server and on a standby, and a comparison of their decisions
+//! with a model.
 
 #![deny(unfulfilled_lint_expectations)]
 
@@ -33,7 +34,7 @@ fn an_outcome_that_is_not_used_is_a_warning() {
 
 #[test]
 fn a_crash_of_the_server_forgets_no_durable_grant_and_of_the_others_only_the_last() {
-    // Now the log reaches the disk only with a durable grant.
+    // With these settings the WAL reaches the disk only by a durable grant.
     let cluster = Cluster::builder()
         .setting("wal_writer_delay", "10s")
         .setting("autovacuum", "off")
@@ -60,22 +61,24 @@ fn a_crash_of_the_server_forgets_no_durable_grant_and_of_the_others_only_the_las
     for limit in [&before, &durable, &after] {
         assert!(limit.check(&pool).unwrap().is_allowed());
     }
-    // It kills what is stopped, after five seconds.
+    // An immediate stop kills stopped processes after five seconds.
     cluster.restart(StopMode::Immediate);
-    eventually("the pool has noticed", || before.peek(&pool).is_ok());
+    eventually("the pool has replaced its connections", || {
+        before.peek(&pool).is_ok()
+    });
     assert!(durable.check(&pool).unwrap().is_limited());
     assert!(
         before.check(&pool).unwrap().is_limited(),
-        "it is in the log before the durable one"
+        "the WAL has this grant before the durable one"
     );
     assert!(
         after.check(&pool).unwrap().is_allowed(),
-        "it was not flushed"
+        "this grant was not flushed"
     );
 }
 
 #[test]
-fn a_standby_can_be_looked_at_and_refuses_to_spend() {
+fn on_a_standby_a_peek_reads_and_a_check_is_refused() {
     let primary = Cluster::start();
     let database = primary.database();
     install(&mut database.connect());
@@ -92,24 +95,24 @@ fn a_standby_can_be_looked_at_and_refuses_to_spend() {
         .max_size(1)
         .build(ConnectionManager::new(standby.url(database.name())))
         .unwrap();
-    eventually("the standby has followed", || {
+    eventually("the standby has replayed the grant", || {
         limit.peek(&pool).is_ok_and(|state| state.remaining == 3)
     });
     assert!(matches!(limit.check(&pool), Err(Error::Standby)));
     assert!(matches!(limit.reset(&pool), Err(Error::Standby)));
 }
 
-/// A key in units and minutes: the generic cell rate algorithm, as a bucket that leaks.
+/// A model of one key, in units and minutes: the generic cell rate algorithm as a leaky bucket.
 #[derive(Debug, Default)]
 struct Model {
     owed: f64,
 }
 
-/// The quotas of a key, by their minutes for a unit.
+/// In how many minutes a unit refills, for each of the quotas.
 const MINUTES: [u64; 3] = [20, 30, 60];
 
 impl Model {
-    /// What refills in a test's time is less than this.
+    /// More units than refill during a test.
     const MOMENT: f64 = 0.02;
 
     fn check(&mut self, units: u32, burst: u32) -> bool {
@@ -138,8 +141,8 @@ fn let_pass(conn: &mut PgConnection, minutes: u64) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// `(minutes that pass, the place of the quota, its burst, units)`. Minutes are multiples of ten, so that no decision is
-    /// nearer to its limit than the moment.
+    /// Each call is `(tens of minutes that pass, index of the quota, its burst, units)`. In steps
+    /// of ten minutes, no decision is closer to its limit than `MOMENT`.
     #[test]
     fn each_decision_is_that_of_the_model(
         calls in prop::collection::vec((0..7_u64, 0..3_usize, 1..9_u32, 1..9_u32), 1..30),
@@ -154,12 +157,12 @@ proptest! {
         SERVER.with(|(database, pool)| {
             let (conn, mut model) = (&mut database.connect(), Model::default());
             run(conn, "DELETE FROM resource_control.rate_limit");
-            // What is owed refills at the rate of the quota of the last grant.
+            // The key refills at the rate of the quota of the last grant.
             let mut in_force = MINUTES[0];
-            for (tens, place, burst, units) in calls {
+            for (tens, index, burst, units) in calls {
                 let_pass(conn, 10 * tens);
                 model.pass(10 * tens, in_force);
-                let (minutes, units) = (MINUTES[place], units.min(burst));
+                let (minutes, units) = (MINUTES[index], units.min(burst));
                 let quota = Quota::new(1, Duration::from_secs(60 * minutes)).burst(burst);
                 let limit = RateLimit::named("model", quota).cost(units);
                 match limit.check(pool).unwrap() {

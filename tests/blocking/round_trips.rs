@@ -1,4 +1,4 @@
-//! Operations are fast by round trips, which a proxy counts.
+//! The round trips of each operation, which a proxy counts.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ static SLOT: Semaphore = Semaphore::named("trips", 1, Duration::from_secs(60));
 static THROTTLE: Throttle = Throttle::named("trips", Duration::from_secs(60));
 static LIMIT: RateLimit = RateLimit::named("trips", Quota::per_day(1000));
 
-/// A pool whose check-out sends nothing.
+/// A pool that does not check its connections.
 fn silent_pool(proxy: &RoundTrips) -> PgPool {
     Pool::builder()
         .max_size(1)
@@ -27,7 +27,7 @@ fn silent_pool(proxy: &RoundTrips) -> PgPool {
 }
 
 #[test]
-fn an_operation_takes_one_round_trip_and_is_prepared() {
+fn each_operation_takes_one_round_trip_and_is_prepared_once() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy);
@@ -42,7 +42,7 @@ fn an_operation_takes_one_round_trip_and_is_prepared() {
         let _ = THROTTLE.attempt(&pool).unwrap();
         let _ = LIMIT.check(&pool).unwrap();
     };
-    all(); // prepares, and inserts the rows of keys
+    all(); // prepares the statements, and inserts the rows of the keys
     let parses = proxy.parses();
 
     let guard = LOCK.acquire(&pool).unwrap();
@@ -93,8 +93,8 @@ fn an_operation_takes_one_round_trip_and_is_prepared() {
         1,
         "check"
     );
-    assert_eq!(proxy.parses(), parses, "something was prepared again");
-    // The first time of a key.
+    assert_eq!(proxy.parses(), parses, "a statement was prepared again");
+    // The first attempt of a key inserts its row.
     let first = THROTTLE.key("new");
     assert!(proxy.count(|| assert!(first.attempt(&pool).unwrap().is_granted())) >= 2);
 }
@@ -133,7 +133,7 @@ fn several_locks_take_as_many_round_trips_as_one() {
             "busy"
         );
     }
-    assert_eq!(proxy.parses(), parses, "something was prepared again");
+    assert_eq!(proxy.parses(), parses, "a statement was prepared again");
     let conn = &mut pool.get().unwrap();
     begin(conn);
     few.try_acquire_xact(conn).unwrap().acquired().unwrap();
@@ -148,21 +148,21 @@ fn several_locks_take_as_many_round_trips_as_one() {
 }
 
 #[test]
-fn work_that_is_done_once_takes_a_few_round_trips() {
+fn work_of_once_takes_a_few_round_trips() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut silent_pool(&proxy).get().unwrap();
     let run = |key: i32, conn: &mut PgConnection| -> Result<Done, Error> {
         Once::named("trips").key(key).run(conn, |_conn| Ok("done"))
     };
-    run(0, conn).unwrap().into_bytes(); // prepares
+    run(0, conn).unwrap().into_bytes(); // prepares the statements
     let parses = proxy.parses();
     let first = proxy.count(|| assert!(run(1, conn).unwrap().is_first()));
-    assert_eq!(first, 4, "BEGIN, the lock and a look, INSERT, COMMIT");
+    assert_eq!(first, 4, "BEGIN, the lock and a query, INSERT, COMMIT");
     let again = proxy.count(|| assert!(!run(1, conn).unwrap().is_first()));
-    assert_eq!(again, 3, "BEGIN, the lock and a look, COMMIT");
+    assert_eq!(again, 3, "BEGIN, the lock and a query, COMMIT");
     // BEGIN and COMMIT are not prepared.
-    assert_eq!(proxy.parses(), parses, "something was prepared again");
+    assert_eq!(proxy.parses(), parses, "a statement was prepared again");
 }
 
 #[test]

@@ -19,13 +19,13 @@ use crate::support::{
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(HOUR, 3);
-/// A lease that is soon lost.
+/// A lease that a slow machine may lose.
 const BRIEF: Duration = Duration::from_millis(600);
 
-/// Its lease has expired, as if its process had died.
+/// Lets the lease of the run expire, as if its process had died.
 const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
 
-/// Sees the schedule for the first time, and lets hours pass.
+/// Registers the schedule by a first look, and makes ticks of so many hours due.
 #[track_caller]
 fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
     let never = |_: &Tick| -> Result<()> { panic!("nothing is due") };
@@ -33,12 +33,12 @@ fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
     assert!(make_tick_due(schedule, pool, HOUR * hours).unwrap());
 }
 
-/// The tick that came last.
+/// The latest tick of `hourly`.
 fn last_tick() -> DateTime<Utc> {
     hourly(Utc::now()).unwrap() - TimeDelta::hours(1)
 }
 
-/// Runs the tick that is due with a brief lease.
+/// Runs the due tick with a brief lease.
 #[track_caller]
 fn run_briefly<E: std::fmt::Display>(
     schedule: &Schedule,
@@ -54,10 +54,11 @@ fn run_briefly<E: std::fmt::Display>(
     ran
 }
 
-/// Waits until the panic is stored, and lets the lease expire.
-fn dies_for_others(database: &workbench::Database) {
+/// Waits until the crash of the run is stored, and lets its lease expire, so that another run may
+/// take the tick.
+fn expire_after_crash(database: &workbench::Database) {
     let conn = &mut database.connect();
-    eventually("it is stored", || {
+    eventually("the crash is stored", || {
         text(conn, "(SELECT state FROM resource_control.schedule_state)") == "crashed"
     });
     run(conn, EXPIRE);
@@ -68,7 +69,7 @@ fn ran_well(_: &Tick) -> Result<()> {
 }
 
 #[test]
-fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
+fn missed_ticks_are_caught_up_with_as_the_schedule_says() {
     let database = installed();
     let pool = pool(&database, 4);
     for (index, (catch_up, expected)) in [
@@ -104,7 +105,7 @@ fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
 }
 
 #[test]
-fn an_error_is_stored_and_not_tried_again() {
+fn an_error_is_stored_and_not_retried() {
     let database = installed();
     let pool = pool(&database, 4);
     let admin = &mut database.connect();
@@ -132,7 +133,7 @@ fn an_error_is_stored_and_not_tried_again() {
 }
 
 #[test]
-fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
+fn a_tick_whose_process_dies_runs_again_a_limited_number_of_times() {
     let database = installed();
     let pool = pool(&database, 4);
     due(&REPORT, &pool, 2);
@@ -142,11 +143,11 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
             REPORT.run_due(&pool, hourly, |tick| -> Result<()> {
                 ticks.push((tick.at(), tick.fencing_token()));
                 assert_eq!(tick.attempt(), attempt);
-                panic!("it dies")
+                panic!("the work crashes")
             })
         }));
         assert!(died.is_err());
-        dies_for_others(&database);
+        expire_after_crash(&database);
     }
     assert!(
         ticks
@@ -168,18 +169,18 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
 }
 
 #[test]
-fn a_tick_that_runs_again_still_tells_how_many_were_missed() {
+fn a_tick_that_runs_again_has_the_same_number_of_missed_ticks() {
     let database = installed();
     let pool = pool(&database, 4);
     due(&REPORT, &pool, 5);
     let died = catch_unwind(AssertUnwindSafe(|| {
         REPORT.run_due(&pool, hourly, |tick| -> Result<()> {
             assert_eq!((tick.attempt(), tick.missed()), (1, 4));
-            panic!("it dies")
+            panic!("the work crashes")
         })
     }));
     assert!(died.is_err());
-    dies_for_others(&database);
+    expire_after_crash(&database);
     let again = REPORT.run_due(&pool, hourly, |tick| {
         assert_eq!((tick.attempt(), tick.missed()), (2, 4));
         Ok::<_, Error>(())
@@ -188,14 +189,14 @@ fn a_tick_that_runs_again_still_tells_how_many_were_missed() {
 }
 
 #[test]
-fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
+fn a_tick_that_ends_after_its_lease_is_not_run_by_an_instance_that_saw_the_lease_expired() {
     let database = installed();
     let pool = pool(&database, 4);
     let (admin, end) = (&mut database.connect(), Mutex::new(database.connect()));
     due(&REPORT, &pool, 1);
     let ran = REPORT.run_due(&pool, hourly, |_| {
         run(admin, EXPIRE);
-        // Between the look of the second and its claim, the first ends.
+        // The first run ends between the look and the claim of the second instance.
         let next = |after| {
             run(
                 &mut end.lock().unwrap(),
@@ -207,15 +208,15 @@ fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
         assert_matches!(second, Ok(RunDue::Later(_)));
         Ok::<_, Error>(())
     });
-    // The end that was stored already is stored again, as after a lost reply.
+    // Storing the same end again, as after a lost reply, changes nothing.
     assert_eq!(ran.unwrap(), RunDue::Ran);
 }
 
 #[test]
-fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
+fn a_claim_that_takes_longer_than_its_lease_does_not_run() {
     let database = installed();
     let pool = pool(&database, 4);
-    // On a slow machine some of its runs may be lost, too.
+    // On a slow machine some of these runs may lose their leases, too.
     let schedule = REPORT.clone().after_crash(Duration::from_millis(300), 1000);
     due(&schedule, &pool, 1);
     let admin = &mut database.connect();
@@ -229,21 +230,22 @@ fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
         assert!(tick.fencing_token() > 1);
         Ok::<_, Error>(())
     };
-    eventually("it runs when the server is fast again", || {
-        match schedule.run_due(&pool, hourly, work) {
+    eventually(
+        "the tick runs when the server is fast again",
+        || match schedule.run_due(&pool, hourly, work) {
             Err(Error::TimedOut | Error::PermitLost(_)) => false,
             ran => ran.unwrap() == RunDue::Ran,
-        }
-    });
+        },
+    );
 }
 
 #[test]
-fn a_run_that_has_lost_its_lease_notices_and_changes_nothing_of_the_next() {
+fn a_run_that_has_lost_its_lease_notices_and_does_not_affect_the_next_run() {
     let database = installed();
     let pool = pool(&database, 4);
     let admin = &mut database.connect();
     due(&REPORT, &pool, 1);
-    // Its renewals come every four seconds.
+    // The first renewal, which notices the loss, comes after four seconds.
     let first = REPORT.clone().after_crash(Duration::from_secs(12), 3);
     let outcome = first.run_due(&pool, hourly, |tick| {
         run(admin, EXPIRE);
@@ -267,7 +269,7 @@ fn a_run_that_has_lost_its_lease_notices_and_changes_nothing_of_the_next() {
 fn a_long_run_keeps_its_tick_for_itself() {
     let database = installed();
     let pool = pool(&database, 4);
-    // On a slow machine a brief lease may be lost, but not each time.
+    // On a slow machine a brief lease may be lost, but not in every round.
     for round in 0..20 {
         let schedule = REPORT.key(round);
         due(&schedule, &pool, 1);
@@ -284,20 +286,21 @@ fn a_long_run_keeps_its_tick_for_itself() {
             return;
         }
     }
-    panic!("each was lost");
+    panic!("the lease of every round was lost");
 }
 
-/// The tick is free when the lease expires, but what it returns is its end if nobody has it by then.
+/// The tick is free when the lease expires. If no other run has taken it when the work returns, the
+/// end of this run is stored.
 #[test]
-fn a_run_that_ignores_its_longest_time_holds_the_tick_until_the_lease_expires() {
+fn a_run_that_ignores_its_time_limit_holds_the_tick_until_the_lease_expires() {
     let database = installed();
     let pool = pool(&database, 4);
     let admin = &mut database.connect();
     let limit = Duration::from_secs(4);
     let schedule = REPORT.clone().after_crash(limit, 3).longest(limit);
     let stored = "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' FROM resource_control.schedule_state)";
-    // On a slow machine the run may be lost before it is too long.
-    once_at_least("it is stored why", || {
+    // On a slow machine the lease may be lost before the run is too long, so rounds are repeated.
+    once_at_least("the reason is stored", || {
         run(admin, "DELETE FROM resource_control.schedule");
         due(&schedule, &pool, 1);
         let (began, mut is_stored) = (Instant::now(), false);
@@ -330,7 +333,11 @@ fn instances_share_the_ticks_and_each_runs_once() {
             let (stop, running, ran) = (&stop, &running, &ran);
             scope.spawn(move || {
                 let work = |tick: &Tick| {
-                    assert_eq!(running.fetch_add(1, Ordering::SeqCst), 0, "two run");
+                    assert_eq!(
+                        running.fetch_add(1, Ordering::SeqCst),
+                        0,
+                        "two runs at a time"
+                    );
                     ran.lock().unwrap().push((
                         tick.at(),
                         tick.fencing_token(),
@@ -363,7 +370,7 @@ fn instances_share_the_ticks_and_each_runs_once() {
 }
 
 #[test]
-fn a_stop_lets_the_run_end_and_there_may_be_no_tick_any_more() {
+fn a_stop_lets_the_run_end_and_a_schedule_may_have_no_more_ticks() {
     let database = installed();
     let pool = pool(&database, 4);
     due(&REPORT, &pool, 1);
@@ -386,7 +393,7 @@ fn a_stop_lets_the_run_end_and_there_may_be_no_tick_any_more() {
 }
 
 #[test]
-fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
+fn permanent_errors_end_the_loop_and_an_exhausted_pool_does_not() {
     let (empty, database) = (workbench::Database::new(), installed());
     let schema = REPORT.run(&pool(&empty, 2), &Stop::new(), hourly, ran_well);
     assert_matches!(schema, Err(Error::NotInstalled));
@@ -408,7 +415,7 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
             Err(Error::Input(_))
         );
     }
-    // Ticks that do not go on.
+    // An expression whose ticks do not advance.
     let not_at_all = every(Duration::from_nanos(999));
     for ran in [
         REPORT.run(&pool, &Stop::new(), Some, ran_well),
@@ -462,7 +469,7 @@ fn a_stricter_default_isolation_level_changes_nothing() {
 }
 
 #[test]
-fn an_own_clock_in_the_search_path_hinders_nothing() {
+fn a_function_of_the_clocks_name_in_the_search_path_is_not_used() {
     let database = installed();
     let own = format!(
         "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS $$ SELECT '2001-01-01'::timestamptz $$;
@@ -482,26 +489,27 @@ fn an_own_clock_in_the_search_path_hinders_nothing() {
     assert_matches!(look(), Ok(RunDue::Ran));
 }
 
-/// It has stopped because of it, so what it returns is no end.
+/// Work that has noticed the loss has stopped early, so its result does not count as the end of the
+/// tick.
 #[test]
 fn a_run_that_has_noticed_its_loss_stores_no_end_and_its_tick_runs_again() {
-    type Told = fn(&Tick);
-    let told: [Told; 3] = [
-        |tick| eventually("it is lost", || tick.is_lost()),
+    type Notice = fn(&Tick);
+    let ways_to_notice: [Notice; 3] = [
+        |tick| eventually("the lease is lost", || tick.is_lost()),
         |tick| assert!(tick.wait_for_loss(Duration::MAX)),
         |tick| while !tick.wait_for_loss(Duration::from_millis(10)) {},
     ];
     let database = installed();
     let pool = pool(&database, 4);
     let admin = &mut database.connect();
-    for (index, told) in told.into_iter().enumerate() {
+    for (index, notice) in ways_to_notice.into_iter().enumerate() {
         for outcome in [Ok(()), Err("stopped")] {
             let schedule = REPORT.key(index).key(outcome.is_ok());
             run(admin, "DELETE FROM resource_control.schedule");
             due(&schedule, &pool, 1);
             let lost = run_briefly(&schedule, &pool, |tick| {
                 run(admin, EXPIRE);
-                told(tick);
+                notice(tick);
                 outcome
             });
             assert_matches!(lost, Err(Error::PermitLost(_)));
@@ -525,12 +533,12 @@ fn a_loop_runs_a_tick_again_whose_loss_was_noticed() {
     let (stop, mut ticks) = (Stop::new(), Vec::new());
     REPORT
         .clone()
-        // On a slow machine a lease may be lost before its run begins.
+        // On a slow machine the lease may be lost before the work begins.
         .after_crash(BRIEF, 1000)
         .run(&pool, &stop, hourly, |tick| {
             ticks.push((tick.at(), tick.attempt()));
             if ticks.len() == 1 {
-                // Its own clock says so.
+                // The loss is noticed by the clock of the process, without the database.
                 proxy.cut();
                 assert!(tick.wait_for_loss(Duration::MAX));
                 proxy.sever();
@@ -547,9 +555,9 @@ fn a_loop_runs_a_tick_again_whose_loss_was_noticed() {
     assert!(first == again && before < after, "{ticks:?}");
 }
 
-/// At most one run is allowed, so a claim that counts as an attempt loses the tick.
+/// The schedule allows one attempt, so the tick would be lost if the claim counted as one.
 #[test]
-fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
+fn in_a_loop_a_claim_whose_reply_is_lost_is_not_an_attempt() {
     let database = installed();
     std::thread::scope(|scope| {
         for n in 1..=9 {
@@ -580,19 +588,19 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
 #[test]
 fn a_stop_ends_the_loop_though_the_pool_is_empty() {
     let database = installed();
-    // Longer than a test waits for anything.
+    // Longer than a test waits.
     let pool = make_pool(&database.url(), 1, Duration::from_secs(600));
     due(&REPORT, &pool, 1);
     let (stop, conn) = (Stop::new(), pool.get().unwrap());
     std::thread::scope(|scope| {
         let runs = scope.spawn(|| REPORT.run(&pool, &stop, hourly, ran_well));
         let began = Instant::now();
-        eventually("it has waited for the pool", || {
+        eventually("the loop has waited for the pool", || {
             began.elapsed() > Duration::from_millis(300)
         });
         assert!(!runs.is_finished());
         stop.stop();
-        eventually("it has ended", || runs.is_finished());
+        eventually("the loop has ended", || runs.is_finished());
         runs.join().unwrap().unwrap();
     });
     drop(conn);

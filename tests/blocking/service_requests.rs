@@ -1,4 +1,5 @@
-//! The table and the functions under semaphores, as psql and other languages use them.
+//! The table and the stored functions of semaphores, as psql and programs in other languages use
+//! them.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,10 +16,11 @@ use crate::support::{Observer, eventually, installed, number, run, text, truth};
 
 const FOUR: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
 
-/// Turns a wait for the lock of another session into an error.
+/// Makes a wait for a row lock of another session an error.
 const IMPATIENT: &str = "SET lock_timeout = '20s'";
 
-/// The locks that the session holds, but those of a reader and that of its own virtual transaction.
+/// The locks that the session holds, without those of a reader and that of its own virtual
+/// transaction.
 const MORE_THAN_A_READER_HOLDS: &str = "(SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() \
     AND NOT (locktype = 'relation' AND mode = 'AccessShareLock') AND locktype <> 'virtualxid')";
 
@@ -46,7 +48,7 @@ fn in_flight(conn: &mut PgConnection) -> i64 {
 }
 
 #[test]
-fn a_refusal_only_reads_also_among_open_claims() {
+fn a_refusal_only_reads_also_beside_uncommitted_claims() {
     let database = installed();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     run(open, "BEGIN");
@@ -62,7 +64,7 @@ fn a_refusal_only_reads_also_among_open_claims() {
             run(conn, "BEGIN");
             let is_full = claim(conn, slots) == 0;
             assert!(is_full, "{slots}");
-            // An open claim is tried, and found taken by its lock.
+            // The slot of the uncommitted claim looks free, but its advisory lock is taken.
             if is_committed {
                 assert!(truth(conn, "pg_current_xact_id_if_assigned() IS NULL"));
                 assert_eq!(number(conn, MORE_THAN_A_READER_HOLDS), 0);
@@ -73,7 +75,7 @@ fn a_refusal_only_reads_also_among_open_claims() {
 }
 
 #[test]
-fn a_claim_passes_by_those_that_are_not_committed() {
+fn a_claim_skips_slots_of_uncommitted_claims() {
     let database = installed();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     run(conn, IMPATIENT);
@@ -92,7 +94,7 @@ fn a_claim_passes_by_those_that_are_not_committed() {
 }
 
 #[test]
-fn the_id_of_a_slot_is_drawn_by_one_at_a_time_and_a_killed_claim_takes_no_slot() {
+fn one_claim_at_a_time_draws_the_id_of_a_slot_and_a_killed_claim_takes_no_slot() {
     let database = installed();
     let (gate, conn) = (&mut database.connect(), &mut database.connect());
     run(
@@ -174,20 +176,20 @@ fn a_request_that_is_being_renewed_is_not_taken_over() {
             "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200 ms'",
         );
         run(open, "ROLLBACK; BEGIN");
-        is_renewed = truth(open, &renew); // A slow machine may be late.
+        is_renewed = truth(open, &renew); // on a slow machine the request may have expired
     }
     let is_overdue =
         "(SELECT expires_at < clock_timestamp() FROM resource_control.service_request)";
-    eventually("it looks overdue", || truth(conn, is_overdue));
+    eventually("the request looks overdue", || truth(conn, is_overdue));
     assert_eq!(claim(conn, 1), 0);
     run(open, "COMMIT");
     assert_eq!(claim(conn, 1), 0);
     assert!(complete(conn, id));
 }
 
-/// The time is read after the wait for the other transaction, and not before.
+/// The completion reads the clock after its wait for the renewing transaction, and not before.
 #[test]
-fn a_request_is_completed_after_the_renewal_that_its_completion_has_waited_for() {
+fn a_completion_that_has_waited_for_a_renewal_is_in_time() {
     let database = installed();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     let id = claim(conn, 1);
@@ -197,7 +199,9 @@ fn a_request_is_completed_after_the_renewal_that_its_completion_has_waited_for()
     std::thread::scope(|scope| {
         let completes = scope.spawn(|| complete(&mut database.connect(), id));
         let mut observer = Observer::of(&database);
-        eventually("it waits for the row", || observer.all_waiting() == 1);
+        eventually("the completion waits for the row", || {
+            observer.all_waiting() == 1
+        });
         run(
             open,
             "CREATE TABLE renewed AS SELECT clock_timestamp() AS at; COMMIT",
@@ -210,16 +214,20 @@ fn a_request_is_completed_after_the_renewal_that_its_completion_has_waited_for()
 }
 
 #[test]
-fn a_lowered_number_holds_at_once_and_also_for_claims_in_turn() {
+fn a_lowered_number_of_slots_holds_at_once() {
     let database = installed();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     let ids = [(); 8].map(|()| claim(conn, 8));
     for id in &ids[..5] {
         assert!(complete(conn, *id));
-        assert_eq!(claim(conn, 3), 0, "until fewer than three are in flight");
+        assert_eq!(
+            claim(conn, 3),
+            0,
+            "no claim before fewer than three requests are in flight"
+        );
     }
     assert!(complete(conn, ids[5]));
-    // One at a time counts, and the others are refused until it commits.
+    // One claim at a time counts the requests, and the others are refused until that claim commits.
     run(open, "BEGIN");
     assert!(claim(open, 3) > 0);
     assert_eq!(claim(conn, 3), 0);
@@ -229,7 +237,7 @@ fn a_lowered_number_holds_at_once_and_also_for_claims_in_turn() {
 }
 
 #[test]
-fn the_clock_decides_and_not_the_start_of_the_transaction() {
+fn the_present_time_decides_and_not_the_start_of_the_transaction() {
     let database = installed();
     let conn = &mut database.connect();
     run(conn, "BEGIN");
@@ -303,7 +311,7 @@ fn the_functions_refuse_bad_input_themselves() {
 }
 
 #[test]
-fn the_table_keeps_no_request_that_cannot_be() {
+fn the_table_refuses_impossible_requests() {
     let database = installed();
     let conn = &mut database.connect();
     for (row, is_kept) in [
@@ -316,7 +324,7 @@ fn the_table_keeps_no_request_that_cannot_be() {
             "(service, slot, expires_at) VALUES ('geocoder', 1, 'infinity')",
             false,
         ),
-        // The token is drawn.
+        // The id is the fencing token, so clients must not choose it.
         ("(id, service, slot) VALUES (7, 'geocoder', 2)", false),
     ] {
         let insert = format!("INSERT INTO resource_control.service_request {row}");
@@ -345,7 +353,7 @@ fn names_are_equal_if_their_bytes_are() {
 }
 
 #[test]
-fn what_is_locked_or_too_young_is_not_pruned() {
+fn locked_or_young_requests_are_not_pruned() {
     let database = installed();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     run(
@@ -407,7 +415,7 @@ impl Article {
             .map(|row| row.id)
     }
 
-    /// Whatever has become of it meanwhile.
+    /// Ends the request, unless it has timed out meanwhile.
     fn release(&mut self, id: i64) {
         let save = format!(
             "UPDATE resource_control.service_request SET timed_out_at = NULL, completed_at = LEAST(now(), expires_at) \
@@ -422,7 +430,7 @@ fn clients_that_follow_the_article_share_the_slots() {
     let database = installed();
     let four = FOUR.details("ours");
     let (pool, start) = (pool(&database, 4), Barrier::new(8));
-    // How often each kind of client had a slot.
+    // How often the clients of each kind had a slot.
     let claims = [(); 2].map(|()| AtomicU64::new(0));
     std::thread::scope(|scope| {
         for client in 0..8 {
@@ -431,11 +439,11 @@ fn clients_that_follow_the_article_share_the_slots() {
             scope.spawn(move || {
                 let mut article = Article(database.connect());
                 start.wait();
-                eventually("all had a slot often", || {
+                eventually("the clients of each kind had a slot often", || {
                     for _ in 0..10 {
                         let is_admitted = if client % 2 == 0 {
                             let claimed = article.claim();
-                            // One in eight crashes.
+                            // One client in eight crashes.
                             let released = claimed.filter(|_| fastrand::u8(0..8) > 0);
                             released.into_iter().for_each(|id| article.release(id));
                             claimed.is_some()
@@ -482,12 +490,13 @@ fn an_outcome_that_is_not_used_is_a_warning() {
         .unwrap();
     #[expect(unused_must_use)]
     FOUR.key(7);
-    eventually("all are released", || {
+    eventually("all slots are free", || {
         in_flight(&mut database.connect()) == 0
     });
 }
 
-/// It would say that the request has ended, while its slot stays taken.
+/// Without an error, the caller would believe that the request has ended, while its slot stays
+/// taken.
 #[test]
 fn a_snapshot_that_is_older_than_the_request_is_an_error() {
     let database = installed();
@@ -498,7 +507,7 @@ fn a_snapshot_that_is_older_than_the_request_is_an_error() {
             "complete_service_request('geocoder', {id}, true)",
             "renew_service_request('geocoder', {id}, '1 hour')",
         ] {
-            // Only a statement takes the snapshot.
+            // The first statement of the transaction takes the snapshot, not BEGIN.
             run(
                 old,
                 &format!("BEGIN ISOLATION LEVEL {level}; SELECT count(*) FROM pg_class"),
@@ -514,7 +523,7 @@ fn a_snapshot_that_is_older_than_the_request_is_an_error() {
                 ))
             );
             run(old, "ROLLBACK");
-            // A snapshot that shows it does.
+            // With a snapshot that shows the request, the operation succeeds.
             run(old, &format!("BEGIN ISOLATION LEVEL {level}"));
             assert!(truth(old, &format!("resource_control.{operation}")));
             run(old, "COMMIT");
@@ -525,7 +534,7 @@ fn a_snapshot_that_is_older_than_the_request_is_an_error() {
 }
 
 #[test]
-fn a_request_is_known_by_its_claim_if_one_is_given_and_by_its_id_otherwise() {
+fn a_request_is_identified_by_its_claim_if_one_is_given_and_by_its_id_otherwise() {
     let database = installed();
     let conn = &mut database.connect();
     let claim =
@@ -554,9 +563,9 @@ fn a_request_is_known_by_its_claim_if_one_is_given_and_by_its_id_otherwise() {
     }
     assert_eq!(in_flight(conn), 0);
     let id = number(conn, claim);
-    assert!(complete(conn, id), "by its id alone");
+    assert!(complete(conn, id), "without a claim, the id suffices");
 
-    // A row of a client that brings none has none.
+    // The row of a client that sends no claim has none.
     let id = self::claim(conn, 4);
     assert!(!truth(
         conn,

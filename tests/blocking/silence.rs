@@ -1,4 +1,4 @@
-//! A database that does not reply holds up nothing of another one.
+//! A database that does not reply does not delay releases in another database.
 
 use std::time::Duration;
 
@@ -23,18 +23,20 @@ fn late_releases_of_a_silent_database_do_not_hold_up_those_of_another() {
     let lent = pools[0].get().unwrap();
     drop(first);
     proxy.cut();
-    // Now its release is sent, and has no reply.
+    // The late release is sent now, and has no reply.
     drop(lent);
     let lent = pools[1].get().unwrap();
     drop(second);
     let admin = &mut healthy.connect();
     assert_eq!(number(admin, IN_FLIGHT), 1);
     drop(lent);
-    eventually("it is released", || number(admin, IN_FLIGHT) == 0);
+    eventually("the slot of the healthy database is free", || {
+        number(admin, IN_FLIGHT) == 0
+    });
     assert_eq!(number(&mut silent.connect(), IN_FLIGHT), 1);
     proxy.restore();
     let admin = &mut silent.connect();
-    eventually("that one is released, too", || {
+    eventually("the slot of the silent database is free, too", || {
         number(admin, IN_FLIGHT) == 0
     });
 }

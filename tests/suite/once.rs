@@ -37,7 +37,8 @@ fn database() -> Database {
     database
 }
 
-/// The pool, or another one if its manager would lend a connection again that Diesel has marked as broken.
+/// The pool, or another one if its manager would lend a connection again that Diesel has marked as
+/// broken.
 fn replaced(before: PgPool, database: &Database) -> PgPool {
     if NOTICES_BROKEN {
         before

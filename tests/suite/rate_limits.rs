@@ -205,8 +205,8 @@ fn a_forgotten_first_call_is_an_error_that_says_so() {
     assert_eq!(allowed(&SLOW, &pool).state.remaining, 3);
 }
 
-/// Runs a call while another session holds the row of the key: until the call has waited in vain, and then again as soon
-/// as the call has looked at the row.
+/// Runs a call while another session holds the row of the key: until the call has waited in vain,
+/// and then again as soon as the call has looked at the row.
 fn while_it_is_held_in_turns<T>(database: &Database, call: impl Fn(&PgPool) -> T) -> T {
     const HOLD: &str = "BEGIN; UPDATE resource_control.rate_limit SET spent_at = spent_at";
     const HAS_LOOKED: &str = "EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() \

@@ -1,4 +1,5 @@
-//! Schedules: which attempt a run is, what a pause stops, and what a schedule keeps.
+//! Schedules in both halves: attempts and retries, pauses, triggers, and what the row of a schedule
+//! stores.
 #![cfg(feature = "testing")] // whose leases may be short
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,20 +19,20 @@ use crate::support::{LEASE, eventually, hourly, installed, number, run, text, tr
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(HOUR, 3);
-/// Its lease has expired, or the pause before its retry is over.
+/// Lets the lease of the run expire, or the pause before its retry.
 const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
 const STATE: &str = "(SELECT state FROM resource_control.schedule_state)";
 
-/// Sees the schedule for the first time, and lets hours pass.
+/// Registers the schedule by a first look, and makes ticks of so many hours due.
 #[track_caller]
 fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
-    assert_matches!(looked(schedule, pool), RunDue::Later(_));
+    assert_matches!(look(schedule, pool), RunDue::Later(_));
     assert!(wait(make_tick_due(schedule, pool, HOUR * hours)).unwrap());
 }
 
-/// Looks, and runs what is due as the first attempt.
+/// Looks once, and runs a due tick, which must be its first attempt.
 #[track_caller]
-fn looked(schedule: &Schedule, pool: &PgPool) -> RunDue {
+fn look(schedule: &Schedule, pool: &PgPool) -> RunDue {
     wait(schedule.run_due(
         pool,
         hourly,
@@ -44,7 +45,7 @@ fn looked(schedule: &Schedule, pool: &PgPool) -> RunDue {
 }
 
 fn panics() -> Result<()> {
-    panic!("it dies")
+    panic!("the work crashes")
 }
 
 fn crash(schedule: &Schedule, pool: &PgPool, conn: &mut PgConnection) {
@@ -52,14 +53,14 @@ fn crash(schedule: &Schedule, pool: &PgPool, conn: &mut PgConnection) {
         wait(schedule.run_due(pool, hourly, work!(|_tick| panics())))
     }));
     assert!(died.is_err());
-    eventually("it is stored", || text(conn, STATE) == "crashed");
-    // The tick is free when the lease has expired.
-    assert_matches!(looked(schedule, pool), RunDue::Later(_));
+    eventually("the crash is stored", || text(conn, STATE) == "crashed");
+    // The tick is not free before the lease has expired.
+    assert_matches!(look(schedule, pool), RunDue::Later(_));
     run(conn, EXPIRE);
 }
 
-/// A single look has forgotten its number when the next one comes, so its tick waits for the lease.
-/// Another database has a schedule of the same name, which is not concerned.
+/// Only a loop keeps the random number of its claim. After a single look the tick waits until the
+/// lease has expired. Another database has a schedule of the same name, which is not concerned.
 #[test]
 fn a_claim_of_a_single_look_whose_reply_is_lost_counts_as_an_attempt_and_runs_again() {
     let [database, other] = [installed(), installed()];
@@ -99,12 +100,12 @@ fn a_claim_of_a_single_look_whose_reply_is_lost_counts_as_an_attempt_and_runs_ag
             assert_eq!(run_it().unwrap(), RunDue::Ran);
             assert_eq!(attempts.into_inner(), 1 << 16);
         } else {
-            eventually("it has run", || {
+            eventually("the tick has run", || {
                 run_it().is_ok_and(|_| attempts.load(Ordering::SeqCst) > 0)
             });
             assert_eq!(attempts.into_inner(), 1);
         }
-        assert_eq!(looked(&schedule, &other_pool), RunDue::Ran);
+        assert_eq!(look(&schedule, &other_pool), RunDue::Ran);
     }
     assert_eq!(orphans, 1);
 }
@@ -115,7 +116,7 @@ fn a_tick_that_crashed_longer_ago_than_its_grace_is_not_run_again() {
     let pool = pool(&database, 2);
     let admin = &mut database.connect();
     due(&REPORT, &pool, 1);
-    // There is no tick but this one.
+    // This is the only tick: a later one would replace it.
     crash(&REPORT, &pool, admin);
     let only = |_: DateTime<Utc>| None;
     let age = number(
@@ -144,7 +145,7 @@ fn a_tick_that_crashed_longer_ago_than_its_grace_is_not_run_again() {
 }
 
 #[test]
-fn a_deleted_row_does_not_restart_the_tokens_of_a_schedule() {
+fn deleting_the_row_does_not_restart_the_tokens_of_a_schedule() {
     let database = installed();
     let pool = pool(&database, 2);
     let conn = &mut database.connect();
@@ -176,7 +177,7 @@ fn a_deleted_row_does_not_restart_the_tokens_of_a_schedule() {
 }
 
 #[test]
-fn an_error_that_says_nothing_is_stored_as_failed() {
+fn an_error_without_a_text_is_stored_as_failed() {
     let database = installed();
     let pool = pool(&database, 2);
     let admin = &mut database.connect();
@@ -187,7 +188,7 @@ fn an_error_that_says_nothing_is_stored_as_failed() {
         assert_eq!(ran.unwrap(), RunDue::Ran);
         let failed = "(SELECT bool_and(state = 'failed' AND error > '') FROM resource_control.schedule_state)";
         assert!(truth(admin, failed));
-        assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+        assert_matches!(look(&schedule, &pool), RunDue::Later(_));
     }
 }
 
@@ -203,14 +204,14 @@ fn a_schedule_that_never_ran_can_be_paused() {
         admin,
         "(SELECT state = 'new' AND paused_at <= clock_timestamp() FROM resource_control.schedule_state)"
     ));
-    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
+    assert_eq!(look(&REPORT, &pool), RunDue::Paused);
     assert!(wait(make_tick_due(&REPORT, &pool, 3 * HOUR)).unwrap());
-    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
-    // Others are not.
-    assert_matches!(looked(&REPORT.key(7), &pool), RunDue::Later(_));
+    assert_eq!(look(&REPORT, &pool), RunDue::Paused);
+    // A schedule with another key is not paused.
+    assert_matches!(look(&REPORT.key(7), &pool), RunDue::Later(_));
     assert!(wait(REPORT.resume(&pool)).unwrap());
     assert!(!wait(REPORT.resume(&pool)).unwrap());
-    assert_eq!(looked(&REPORT, &pool), RunDue::Ran);
+    assert_eq!(look(&REPORT, &pool), RunDue::Ran);
     assert!(truth(
         admin,
         "(SELECT bool_and(paused_at IS NULL) FROM resource_control.schedule_state)"
@@ -224,7 +225,7 @@ fn a_run_that_has_begun_ends_though_its_schedule_is_paused() {
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
     due(&REPORT, &pool, 1);
-    // A run that renews itself meanwhile.
+    // The run is renewed during the pause.
     let schedule = REPORT.clone().after_crash(LEASE, 3);
     let expiry = "(SELECT date_part('epoch', expires_at) * 1000000 FROM resource_control.schedule)";
     let ran = wait(schedule.run_due(
@@ -233,7 +234,7 @@ fn a_run_that_has_begun_ends_though_its_schedule_is_paused() {
         work!(|tick| {
             assert!(reply!(REPORT.pause(&pool))?);
             let before = number(admin, expiry);
-            eventually("it was renewed", || number(admin, expiry) > before);
+            eventually("the run was renewed", || number(admin, expiry) > before);
             assert!(!tick.is_lost());
             Ok::<_, Error>(())
         }),
@@ -243,11 +244,11 @@ fn a_run_that_has_begun_ends_though_its_schedule_is_paused() {
         admin,
         "(SELECT state = 'done' AND paused_at < ended_at FROM resource_control.schedule_state)"
     ));
-    assert_eq!(looked(&schedule, &pool), RunDue::Paused);
+    assert_eq!(look(&schedule, &pool), RunDue::Paused);
 }
 
 #[test]
-fn a_paused_schedule_takes_no_tick_also_of_a_run_that_has_crashed() {
+fn a_paused_schedule_does_not_take_the_tick_of_a_crashed_run() {
     let database = installed();
     let admin = &mut database.connect();
     {
@@ -255,11 +256,11 @@ fn a_paused_schedule_takes_no_tick_also_of_a_run_that_has_crashed() {
         due(&REPORT, &pool, 1);
         crash(&REPORT, &pool, admin);
         assert!(wait(REPORT.pause(&pool)).unwrap());
-        assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
+        assert_eq!(look(&REPORT, &pool), RunDue::Paused);
     }
-    // Also for those who come later.
+    // An instance that starts later takes no tick, too.
     let (later, pool) = (REPORT.clone(), pool(&database, 2));
-    assert_eq!(looked(&later, &pool), RunDue::Paused);
+    assert_eq!(look(&later, &pool), RunDue::Paused);
     assert_eq!(text(admin, STATE), "crashed");
     assert!(wait(later.resume(&pool)).unwrap());
     let attempt = AtomicU64::new(0);
@@ -274,7 +275,7 @@ fn a_paused_schedule_takes_no_tick_also_of_a_run_that_has_crashed() {
     assert_eq!((ran.unwrap(), attempt.into_inner()), (RunDue::Ran, 2));
 }
 
-/// Between the look and the claim.
+/// The pause comes between the look and the claim.
 #[test]
 fn a_claim_of_a_schedule_that_was_paused_meanwhile_takes_nothing() {
     let database = installed();
@@ -290,11 +291,11 @@ fn a_claim_of_a_schedule_that_was_paused_meanwhile_takes_nothing() {
     };
     let ran = wait(REPORT.run_due(&pool, next, work!(|_tick| panics())));
     assert_matches!(ran, Ok(RunDue::Later(_)));
-    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
+    assert_eq!(look(&REPORT, &pool), RunDue::Paused);
 }
 
 #[test]
-fn what_was_missed_in_a_pause_is_caught_up_with_as_the_schedule_says() {
+fn ticks_missed_in_a_pause_are_caught_up_with_as_the_schedule_says() {
     let database = installed();
     let pool = pool(&database, 2);
     for (index, (catch_up, expected)) in [
@@ -309,7 +310,7 @@ fn what_was_missed_in_a_pause_is_caught_up_with_as_the_schedule_says() {
         due(&schedule, &pool, 0);
         assert!(wait(schedule.pause(&pool)).unwrap());
         assert!(wait(make_tick_due(&schedule, &pool, 5 * HOUR)).unwrap());
-        assert_eq!(looked(&schedule, &pool), RunDue::Paused);
+        assert_eq!(look(&schedule, &pool), RunDue::Paused);
         assert!(wait(schedule.resume(&pool)).unwrap());
         let missed = std::sync::Mutex::new(Vec::new());
         let mut admin = RunDue::Ran;
@@ -329,19 +330,19 @@ fn what_was_missed_in_a_pause_is_caught_up_with_as_the_schedule_says() {
 }
 
 #[test]
-fn the_model_of_the_view_tells_since_when_a_schedule_is_paused() {
+fn the_model_of_the_view_has_the_time_since_when_a_schedule_is_paused() {
     use crate::half::monitor::ScheduleState;
     let database = installed();
     let pool = pool(&database, 2);
     let conn = &mut database.connect();
     wait(REPORT.pause(&pool)).unwrap();
     let [state] = &ScheduleState::all().load(conn).unwrap()[..] else {
-        panic!("there is one")
+        panic!("not one schedule")
     };
     assert!(state.paused_at.is_some());
     wait(REPORT.resume(&pool)).unwrap();
     let [state] = &ScheduleState::all().load(conn).unwrap()[..] else {
-        panic!("there is one")
+        panic!("not one schedule")
     };
     assert!(state.paused_at.is_none());
 }
@@ -356,8 +357,8 @@ fn row(conn: &mut PgConnection, columns: &str) -> String {
 
 const PLAN: &str = "counted_from, next_at";
 
-/// Ticks at a fixed distance from those of `hourly`.
-fn beside(minutes: i64) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync {
+/// Ticks so many minutes after those of `hourly`.
+fn shifted(minutes: i64) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync {
     let apart = TimeDelta::minutes(minutes);
     move |after| Some(hourly(after - apart)? + apart)
 }
@@ -371,9 +372,9 @@ fn daily(hours: i64) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy +
     }
 }
 
-/// Looks with another expression, and runs what is due.
+/// Looks once with another expression for the ticks, and runs a due tick.
 #[track_caller]
-fn looked_by(
+fn look_with(
     schedule: &Schedule,
     pool: &PgPool,
     next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Send + Sync,
@@ -382,7 +383,7 @@ fn looked_by(
 }
 
 #[test]
-fn who_registers_or_claims_stores_what_comes_next_and_who_ends_a_run_does_not() {
+fn registrations_and_claims_store_the_next_tick_and_the_end_of_a_run_does_not() {
     let database = installed();
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
@@ -396,10 +397,10 @@ fn who_registers_or_claims_stores_what_comes_next_and_who_ends_a_run_does_not() 
             ),
         )
     };
-    let RunDue::Later(rest) = looked(&REPORT, &pool) else {
+    let RunDue::Later(rest) = look(&REPORT, &pool) else {
         panic!("nothing is due")
     };
-    // The true rest, and not the longest pause of a loop.
+    // The time until the next tick, not cut to the longest pause of a loop.
     assert!(rest > Duration::from_secs(60), "{rest:?}");
     assert!(is_next(admin, "<= clock_timestamp()", 0));
     assert!(wait(make_tick_due(&REPORT, &pool, HOUR)).unwrap());
@@ -420,9 +421,9 @@ fn who_registers_or_claims_stores_what_comes_next_and_who_ends_a_run_does_not() 
     assert!(is_next(admin, "= tick", 1));
 }
 
-/// Its time was moved to some hours ago, or to later today.
+/// A new release moves the daily time to some hours ago, or to later today.
 #[test]
-fn a_time_that_was_never_in_force_does_not_run_and_the_new_one_does() {
+fn a_time_before_the_release_that_set_it_does_not_run_and_the_next_does() {
     let database = installed();
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
@@ -433,13 +434,13 @@ fn a_time_that_was_never_in_force_does_not_run_and_the_new_one_does() {
         for (hours, earlier) in [(5, -8), (5, 9)] {
             let schedule = REPORT.key(index).key(earlier).catch_up(catch_up);
             run(admin, "DELETE FROM resource_control.schedule");
-            assert_matches!(looked_by(&schedule, &pool, daily(hours)), RunDue::Later(_));
+            assert_matches!(look_with(&schedule, &pool, daily(hours)), RunDue::Later(_));
             assert!(wait(make_tick_due(&schedule, &pool, 24 * HOUR)).unwrap());
-            assert_eq!(looked_by(&schedule, &pool, daily(hours)), RunDue::Ran);
+            assert_eq!(look_with(&schedule, &pool, daily(hours)), RunDue::Ran);
             let before = row(admin, "counted_from");
-            // Both ways: sooner, and later.
+            // The time moves in both directions.
             for edited in [earlier, hours, earlier] {
-                assert_matches!(looked_by(&schedule, &pool, daily(edited)), RunDue::Later(_));
+                assert_matches!(look_with(&schedule, &pool, daily(edited)), RunDue::Later(_));
                 let next = daily(edited)(Utc::now()).unwrap().to_rfc3339();
                 let stored = format!("(SELECT next_at = '{next}' FROM resource_control.schedule)");
                 assert!(truth(admin, &stored), "{catch_up:?}, {edited}");
@@ -447,12 +448,12 @@ fn a_time_that_was_never_in_force_does_not_run_and_the_new_one_does() {
             assert_eq!(row(admin, "counted_from"), before);
             let far = Duration::from_secs(86400);
             assert!(wait(make_tick_due(&schedule, &pool, far)).unwrap());
-            assert_eq!(looked_by(&schedule, &pool, daily(earlier)), RunDue::Ran);
+            assert_eq!(look_with(&schedule, &pool, daily(earlier)), RunDue::Ran);
         }
     }
 }
 
-/// Nobody was up for four hours, and then comes another version.
+/// No instance was up for four hours, and then one starts with another expression.
 #[test]
 fn a_due_tick_of_another_expression_runs_alone() {
     let database = installed();
@@ -462,7 +463,7 @@ fn a_due_tick_of_another_expression_runs_alone() {
         let schedule = REPORT.key(index).catch_up(catch_up);
         run(admin, "DELETE FROM resource_control.schedule");
         due(&schedule, &pool, 5);
-        let edited = beside(10);
+        let edited = shifted(10);
         let expected = hourly(Utc::now() - 5 * HOUR).unwrap();
         let ran = wait(schedule.run_due(
             &pool,
@@ -473,7 +474,7 @@ fn a_due_tick_of_another_expression_runs_alone() {
             }),
         ));
         assert_eq!(ran.unwrap(), RunDue::Ran, "{catch_up:?}");
-        assert_matches!(looked_by(&schedule, &pool, edited), RunDue::Later(_));
+        assert_matches!(look_with(&schedule, &pool, edited), RunDue::Later(_));
         assert!(truth(
             admin,
             "(SELECT counted_from = tick AND next_at > clock_timestamp() FROM resource_control.schedule)"
@@ -482,7 +483,7 @@ fn a_due_tick_of_another_expression_runs_alone() {
 }
 
 #[test]
-fn a_tick_that_is_too_old_is_passed_over_in_the_row_too() {
+fn a_tick_that_is_too_old_is_skipped_and_the_row_stores_the_next_one() {
     let database = installed();
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
@@ -490,14 +491,14 @@ fn a_tick_that_is_too_old_is_passed_over_in_the_row_too() {
         .clone()
         .catch_up(CatchUp::Skip(Duration::from_micros(1)));
     due(&schedule, &pool, 5);
-    assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+    assert_matches!(look(&schedule, &pool), RunDue::Later(_));
     assert!(truth(
         admin,
         "(SELECT next_at - counted_from = interval '1 h' AND next_at > clock_timestamp() AND tick IS NULL FROM resource_control.schedule)"
     ));
 }
 
-/// The look that would register the schedule finds what a pause has registered.
+/// A pause has already registered the schedule when the first look comes.
 #[test]
 fn a_schedule_that_a_pause_has_registered_counts_from_its_first_look() {
     let database = installed();
@@ -508,15 +509,15 @@ fn a_schedule_that_a_pause_has_registered_counts_from_its_first_look() {
         admin,
         "(SELECT next_at IS NULL FROM resource_control.schedule)"
     ));
-    // It was paused long ago.
+    // As if the schedule had been paused five hours ago.
     run(
         admin,
         "UPDATE resource_control.schedule SET counted_from = counted_from - interval '5 h'",
     );
     assert!(wait(REPORT.resume(&pool)).unwrap());
-    assert_matches!(looked(&REPORT, &pool), RunDue::Later(_));
+    assert_matches!(look(&REPORT, &pool), RunDue::Later(_));
     let no_more = |_: DateTime<Utc>| None;
-    assert_eq!(looked_by(&REPORT, &pool, no_more), RunDue::Never);
+    assert_eq!(look_with(&REPORT, &pool, no_more), RunDue::Never);
     assert!(truth(
         admin,
         "(SELECT next_at = 'infinity' FROM resource_control.schedule)"
@@ -525,11 +526,11 @@ fn a_schedule_that_a_pause_has_registered_counts_from_its_first_look() {
         admin,
         "(SELECT next_at IS NULL FROM resource_control.schedule_state)"
     ));
-    // There are ticks again.
-    assert_matches!(looked(&REPORT, &pool), RunDue::Later(_));
+    // The expression has ticks again.
+    assert_matches!(look(&REPORT, &pool), RunDue::Later(_));
 }
 
-/// Runs what is due, which fails.
+/// Runs the due tick as this attempt, and lets the work fail.
 #[track_caller]
 fn failed(schedule: &Schedule, pool: &PgPool, attempt: i32) {
     let ran = wait(schedule.run_due(
@@ -556,12 +557,12 @@ fn a_failed_tick_is_retried_after_a_pause_that_doubles_and_so_many_times() {
             "(SELECT retry_at - ended_at BETWEEN interval '{pause} h -1 min' AND interval '{pause} h 1 min' AND state = 'failed' AND error = 'no luck' AND expires_at IS NULL FROM resource_control.schedule_state)"
         );
         assert!(truth(admin, &stored), "{attempt}");
-        assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+        assert_matches!(look(&schedule, &pool), RunDue::Later(_));
         run(admin, EXPIRE);
-        // Only a handle with `retry` does so, and a pause holds it.
-        assert_matches!(looked(&REPORT, &pool), RunDue::Later(_));
+        // A handle without `retry` does not retry, and a pause holds the retry.
+        assert_matches!(look(&REPORT, &pool), RunDue::Later(_));
         assert!(wait(schedule.pause(&pool)).unwrap());
-        assert_eq!(looked(&schedule, &pool), RunDue::Paused);
+        assert_eq!(look(&schedule, &pool), RunDue::Paused);
         assert!(wait(schedule.resume(&pool)).unwrap());
     }
     failed(&schedule, &pool, 4);
@@ -569,10 +570,10 @@ fn a_failed_tick_is_retried_after_a_pause_that_doubles_and_so_many_times() {
         admin,
         "(SELECT retry_at IS NULL AND state = 'failed' FROM resource_control.schedule_state)"
     ));
-    assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
-    // The next tick begins anew.
+    assert_matches!(look(&schedule, &pool), RunDue::Later(_));
+    // The next tick counts its attempts from one.
     assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
-    assert_eq!(looked(&schedule, &pool), RunDue::Ran);
+    assert_eq!(look(&schedule, &pool), RunDue::Ran);
 }
 
 #[test]
@@ -587,20 +588,20 @@ fn a_newer_tick_replaces_a_retry_except_under_all() {
         failed(&schedule, &pool, 1);
         assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
         if matches!(catch_up, CatchUp::All(_)) {
-            // Also what was asked for waits.
+            // A triggered run waits for the retries, too.
             assert!(wait(schedule.trigger(&pool)).unwrap());
-            assert_matches!(looked(&schedule, &pool), RunDue::Later(rest) if *rest <= HOUR);
+            assert_matches!(look(&schedule, &pool), RunDue::Later(rest) if *rest <= HOUR);
             run(admin, EXPIRE);
             failed(&schedule, &pool, 2);
-            assert_eq!(looked(&schedule, &pool), RunDue::Ran);
+            assert_eq!(look(&schedule, &pool), RunDue::Ran);
         }
-        assert_eq!(looked(&schedule, &pool), RunDue::Ran);
-        assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+        assert_eq!(look(&schedule, &pool), RunDue::Ran);
+        assert_matches!(look(&schedule, &pool), RunDue::Later(_));
     }
 }
 
 #[test]
-fn crashes_and_failures_of_a_tick_are_counted_apart() {
+fn crashes_and_failures_of_a_tick_are_counted_separately() {
     let database = installed();
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
@@ -624,26 +625,27 @@ fn crashes_and_failures_of_a_tick_are_counted_apart() {
     for _ in 0..2 {
         run(admin, EXPIRE);
         dies();
-        eventually("it is stored", || text(admin, STATE) == "crashed");
+        eventually("the crash is stored", || text(admin, STATE) == "crashed");
     }
     assert_eq!(attempt.into_inner(), 3);
     run(admin, EXPIRE);
-    assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
+    assert_matches!(look(&schedule, &pool), RunDue::Later(_));
 }
 
 #[test]
-fn a_triggered_run_changes_nothing_of_what_comes_next() {
+fn a_triggered_run_does_not_change_the_scheduled_ticks() {
     let database = installed();
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
     due(&REPORT, &pool, 3);
     assert!(wait(REPORT.pause(&pool)).unwrap());
     let before = row(admin, PLAN);
-    // Two before one is taken are one.
+    // A second trigger before the run begins changes nothing.
     assert!(wait(REPORT.trigger(&pool)).unwrap());
     assert!(!wait(REPORT.trigger(&pool)).unwrap());
     let asked = row(admin, "triggered_at");
-    // Also while the schedule is paused. One more is asked for during the run.
+    // The run takes place although the schedule is paused. It is triggered once more during the
+    // run.
     let ran = wait(REPORT.run_due(
         &pool,
         hourly,
@@ -657,16 +659,16 @@ fn a_triggered_run_changes_nothing_of_what_comes_next() {
         }),
     ));
     assert_eq!(ran.unwrap(), RunDue::Ran);
-    assert_eq!(looked(&REPORT, &pool), RunDue::Ran);
-    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
+    assert_eq!(look(&REPORT, &pool), RunDue::Ran);
+    assert_eq!(look(&REPORT, &pool), RunDue::Paused);
     assert_eq!(row(admin, PLAN), before);
-    // A crash of it runs again, as that of any other.
+    // A triggered run that crashes is repeated, as any other.
     assert!(wait(REPORT.trigger(&pool)).unwrap());
     let died = catch_unwind(AssertUnwindSafe(|| {
         wait(REPORT.run_due(&pool, hourly, work!(|_tick| panics())))
     }));
     assert!(died.is_err());
-    eventually("it is stored", || text(admin, STATE) == "crashed");
+    eventually("the crash is stored", || text(admin, STATE) == "crashed");
     run(admin, EXPIRE);
     let attempt = AtomicU64::new(0);
     let ran = wait(REPORT.run_due(
@@ -678,8 +680,8 @@ fn a_triggered_run_changes_nothing_of_what_comes_next() {
         }),
     ));
     assert_eq!((ran.unwrap(), attempt.into_inner()), (RunDue::Ran, 2));
-    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
-    // What was missed is missed still.
+    assert_eq!(look(&REPORT, &pool), RunDue::Paused);
+    // The scheduled ticks that were missed are still due.
     assert_eq!(row(admin, PLAN), before);
     assert!(wait(REPORT.resume(&pool)).unwrap());
     let missed = AtomicU64::new(0);
@@ -692,23 +694,23 @@ fn a_triggered_run_changes_nothing_of_what_comes_next() {
         }),
     ));
     assert_eq!((ran.unwrap(), missed.into_inner()), (RunDue::Ran, 2));
-    // A schedule that never ran runs, too, and has its ticks.
+    // A schedule that was never registered can be triggered, too, and has its ticks afterwards.
     let other = REPORT.key("other");
     assert!(wait(other.trigger(&pool)).unwrap());
-    assert_eq!(looked(&other, &pool), RunDue::Ran);
-    assert_matches!(looked(&other, &pool), RunDue::Later(_));
+    assert_eq!(look(&other, &pool), RunDue::Ran);
+    assert_matches!(look(&other, &pool), RunDue::Later(_));
 }
 
-/// On a slow machine a run may be lost before it is too long.
+/// On a slow machine the lease may be lost before the run is too long, so rounds are repeated.
 #[test]
-fn a_run_that_is_too_long_is_told_and_its_tick_is_free_when_the_work_has_stopped() {
+fn a_run_that_is_too_long_is_stopped_and_its_tick_is_free_when_the_work_has_stopped() {
     let database = installed();
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
     let limit = Duration::from_secs(4);
     let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
     due(&schedule, &pool, 1);
-    eventually("it was too long, and was not lost before", || {
+    eventually("the run was too long, and not lost before", || {
         let ran = wait(schedule.run_due(
             &pool,
             hourly,
@@ -736,7 +738,7 @@ fn a_run_that_is_too_long_is_told_and_its_tick_is_free_when_the_work_has_stopped
 }
 
 #[test]
-fn others_look_more_seldom_the_longer_a_run_lasts() {
+fn the_longer_a_run_lasts_the_less_often_other_instances_look() {
     let database = installed();
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
@@ -769,7 +771,7 @@ fn others_look_more_seldom_the_longer_a_run_lasts() {
 }
 
 #[test]
-fn limits_that_mean_nothing_are_bad_input() {
+fn meaningless_limits_are_bad_input() {
     let database = installed();
     let pool = pool(&database, 2);
     for bad in [

@@ -1,4 +1,4 @@
-//! A session lock has one holder, or several that share it.
+//! Session locks: exclusive and shared holders, refusals, and settings of the session.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -30,7 +30,7 @@ fn locks() -> [AdvisoryLock; 5] {
 }
 
 #[test]
-fn one_holds_it_and_all_others_are_refused() {
+fn an_exclusive_lock_has_one_holder_and_all_others_are_refused() {
     let database = Database::new();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
     for lock in locks() {
@@ -38,15 +38,15 @@ fn one_holds_it_and_all_others_are_refused() {
         assert_eq!(guard.lock_key(), lock.lock_key());
         assert!(
             wait(lock.try_acquire(&pool)).unwrap().is_busy(),
-            "of the same pool"
+            "by a caller of the same pool"
         );
         assert!(
             wait(lock.try_acquire(&other)).unwrap().is_busy(),
-            "of another pool"
+            "by a caller of another pool"
         );
         assert!(
             !foreign_try(&mut database.connect(), lock.lock_key()),
-            "another client"
+            "by a client in another language"
         );
         wait(guard.release()).unwrap();
         assert!(wait(lock.try_acquire(&other)).unwrap().is_acquired());
@@ -69,7 +69,7 @@ fn other_clients_hold_the_same_locks() {
 }
 
 #[test]
-fn several_share_it_or_one_has_it_alone() {
+fn a_lock_has_several_shared_holders_or_one_exclusive_holder() {
     let database = Database::new();
     let pool = pool(&database, 3);
     for lock in locks() {
@@ -88,7 +88,7 @@ fn several_share_it_or_one_has_it_alone() {
 }
 
 #[test]
-fn it_excludes_under_contention() {
+fn a_lock_excludes_under_contention() {
     let database = Database::new();
     let (inside, barrier) = (AtomicI32::new(0), Barrier::new(8));
     thread::scope(|scope| {
@@ -106,7 +106,7 @@ fn it_excludes_under_contention() {
                             .acquired()
                         {
                             Some(guard) => guard,
-                            None => panic!("not within a minute"),
+                            None => panic!("the lock was not acquired within a minute"),
                         }
                     };
                     assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
@@ -124,7 +124,7 @@ fn it_excludes_under_contention() {
 }
 
 #[test]
-fn it_is_refused_inside_a_transaction() {
+fn inside_a_transaction_a_session_lock_is_an_error() {
     let database = Database::new();
     let pool = pool(&database, 1);
     on_one(&pool, |conn| {
@@ -190,7 +190,7 @@ fn a_pooled_session_that_has_ended_is_replaced() {
 }
 
 #[test]
-fn a_standby_is_refused() {
+fn on_a_standby_a_session_lock_is_an_error() {
     let cluster = Cluster::start();
     let standby = cluster.standby();
     let pool = make_pool(&standby.url("postgres"), 2, Duration::from_secs(20));
@@ -211,11 +211,11 @@ fn session_locks_exclude_on_a_pool_without_a_pooler() {
     wait(check_exclusion(&pool)).unwrap();
     assert_pool_whole(&pool, &database);
     let mut observer = Observer::of(&database);
-    eventually("the sessions are still those", || observer.sessions() == 2);
+    eventually("the pool has its two sessions", || observer.sessions() == 2);
 }
 
 #[test]
-fn no_setting_of_the_session_hinders_a_lock() {
+fn a_lock_works_under_every_setting_of_the_session() {
     for settings in [
         "search_path = ''",
         "standard_conforming_strings = off",
@@ -233,32 +233,33 @@ fn no_setting_of_the_session_hinders_a_lock() {
         let database = Database::new();
         let alter = format!("ALTER DATABASE {} SET {settings}", database.name());
         run(&mut database.connect(), &alter);
-        // With a connection to spare, so that a wait is one on the server.
+        // The pool has a spare connection, so a wait takes place on the server.
         let pool = pool(&database, 3);
         on_one(&pool, |_| on_one(&pool, |_| on_one(&pool, |_| ())));
         for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
-            // On a machine that is too slow, the session's timeout may cancel anything.
+            // On a slow machine the session's own timeout may cancel any statement, so rounds are
+            // repeated.
             once_at_least(settings, || is_taken_and_refused(&lock, &pool).is_ok());
         }
-        eventually("no timeout cancels the rest", || {
+        eventually("the timeout is off", || {
             wait(on_all(&pool, "SET statement_timeout = 0")).is_ok()
         });
         assert_pool_whole(&pool, &database);
     }
 }
 
-/// Takes the lock in every way, and is refused it.
+/// Takes and releases the lock in every way, and is refused it in every way.
 fn is_taken_and_refused(lock: &AdvisoryLock, pool: &PgPool) -> Result<()> {
     let mut guard = wait(lock.acquire(pool))?;
-    // On a machine that is too slow, no try has a reply in its time.
-    eventually("it is busy", || {
+    // On a slow machine no try has a reply in time.
+    eventually("the lock is busy", || {
         let waited = wait(lock.acquire_timeout(pool, Duration::from_millis(300)));
         waited.is_ok_and(|attempt| attempt.is_busy())
     });
     assert!(wait(guard.is_held())?);
     wait(guard.release())?;
     let attempt = wait(lock.acquire_timeout(pool, Duration::from_secs(20)))?;
-    wait(attempt.acquired().expect("it is free").release())?;
+    wait(attempt.acquired().expect("the lock is free").release())?;
     on_one(pool, |conn| {
         wait(lock.transaction(conn, work!(|_conn| Ok(()))))
     })

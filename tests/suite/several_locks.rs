@@ -1,7 +1,7 @@
 //! Several locks at once: a holder has all of them or none.
 //!
-//! What holds for several as it does for one is tested with both in `session_locks`, `waiting`,
-//! `ways_out`, `scopes` and `transaction_locks`.
+//! Behaviour that one lock has, too, is tested with one and with several in `session_locks`,
+//! `waiting`, `ways_out`, `scopes` and `transaction_locks`.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -30,12 +30,12 @@ fn release(lock: &AdvisoryLock, pool: &PgPool) {
 }
 
 #[test]
-fn each_lock_is_held_once_and_exclusively_if_it_was_given_so_once() {
+fn each_lock_is_held_once_and_exclusively_if_any_of_its_entries_is_exclusive() {
     let [a, b, c] = [1, 2, 3].map(|key| LOCK.key(key));
     let number_of_a = AdvisoryLock::new(LockKey::from(a.lock_key().id().unwrap()));
     let [shared_a, shared_b] = [a.clone().shared(), b.clone().shared()];
     let all = Wanted::several(&LOCK);
-    // What is given, and which of it is held exclusively and which shared.
+    // The locks that are given, and those that are then held, with whether they are shared.
     let of_every_kind = |is_shared| all.parts.iter().map(|it| (it.clone(), is_shared)).collect();
     let cases: [(AdvisoryLock, Vec<(AdvisoryLock, bool)>); 6] = [
         (all.lock.clone(), of_every_kind(false)),
@@ -79,19 +79,19 @@ fn each_lock_is_held_once_and_exclusively_if_it_was_given_so_once() {
     assert_pool_whole(&pool, &database);
 }
 
-/// Another session can share the lock, or cannot have it at all.
+/// Asserts from another session that the lock is held shared, or exclusively.
 #[track_caller]
 fn assert_mode(other: &mut PgConnection, lock: &AdvisoryLock, is_shared: bool) {
     assert!(!foreign_try(other, lock.lock_key()), "{lock:?}");
     let id = lock.lock_key().id().unwrap();
     let shares = truth(other, &format!("pg_try_advisory_lock_shared({id})"));
     assert_eq!(shares, is_shared, "{lock:?}");
-    // The session may end a moment after the drop.
+    // A dropped connection's session ends a moment later.
     run(other, "SELECT pg_advisory_unlock_all()");
 }
 
 #[test]
-fn several_share_one_lock_while_each_has_another_alone() {
+fn several_holders_share_one_lock_while_each_has_another_alone() {
     let database = Database::new();
     let pool = pool(&database, 3);
     let (config, shared) = (LOCK.key("config"), LOCK.key("config").shared());
@@ -109,7 +109,7 @@ fn several_share_one_lock_while_each_has_another_alone() {
 }
 
 #[test]
-fn none_and_too_many_and_bad_names_are_refused_before_anything_is_sent() {
+fn no_locks_too_many_locks_and_bad_names_are_refused_before_anything_is_sent() {
     let nowhere = "postgres://nobody@127.0.0.1:1/none";
     let unreachable = make_pool(nowhere, 1, Duration::from_millis(10));
     let many: Vec<_> = (0..1001).map(|key| LOCK.key(key)).collect();
@@ -145,7 +145,7 @@ fn none_and_too_many_and_bad_names_are_refused_before_anything_is_sent() {
     });
 }
 
-/// Three of six in an order that differs from round to round.
+/// Three of six locks, in an order that differs from round to round.
 fn three(number: usize, round: usize) -> [usize; 3] {
     let first = (number + round) % 6;
     let second = (first + 1 + round % 5) % 6;
@@ -156,23 +156,23 @@ fn three(number: usize, round: usize) -> [usize; 3] {
     three
 }
 
-/// Takes the locks, and does the work while it has them.
+/// Takes the locks, and does the work while it holds them.
 type Take = fn(&AdvisoryLock, &PgPool, usize, &(dyn Fn() + Sync));
 
-/// Eight threads want three of six things each, and a ninth single ones. Each counts who else has
-/// its things, which the locks do not tell.
+/// Eight threads take three of six locks at a time, and a ninth takes single ones. Each counts the
+/// holders of its locks in memory, and so sees a second holder without asking the database.
 fn contend(pools: usize, size: u32, rounds: usize, take: Take) {
     let database = Database::new();
     let pools: Vec<_> = (0..pools).map(|_| pool(&database, size)).collect();
     let locks = [1, 2, 3, 4, 5, 6].map(|key| LOCK.key(key));
     let (holders, start): ([AtomicI32; 6], _) = (Default::default(), Barrier::new(9));
-    let work = |things: &[usize]| {
-        for thing in things {
-            assert_eq!(holders[*thing].fetch_add(1, Ordering::SeqCst), 0);
+    let work = |indices: &[usize]| {
+        for index in indices {
+            assert_eq!(holders[*index].fetch_add(1, Ordering::SeqCst), 0);
         }
         thread::yield_now();
-        for thing in things {
-            holders[*thing].fetch_sub(1, Ordering::SeqCst);
+        for index in indices {
+            holders[*index].fetch_sub(1, Ordering::SeqCst);
         }
     };
     thread::scope(|scope| {
@@ -183,9 +183,9 @@ fn contend(pools: usize, size: u32, rounds: usize, take: Take) {
                 start.wait();
                 for round in 0..rounds {
                     let three = three(number, round);
-                    let things = if number < 8 { &three[..] } else { &three[..1] };
-                    let all = AdvisoryLock::all(things.iter().map(|thing| &locks[*thing]));
-                    take(&all, pool, round, &|| work(things));
+                    let indices = if number < 8 { &three[..] } else { &three[..1] };
+                    let all = AdvisoryLock::all(indices.iter().map(|index| &locks[*index]));
+                    take(&all, pool, round, &|| work(indices));
                 }
             });
         }
@@ -211,13 +211,13 @@ fn with_a_guard(all: &AdvisoryLock, pool: &PgPool, round: usize, work: &(dyn Fn(
 }
 
 #[test]
-fn threads_that_want_three_of_six_in_any_order_all_get_theirs() {
-    contend(9, 3, 20, with_a_guard); // each has a connection to spare
-    contend(1, 4, 20, with_a_guard); // nobody has
+fn threads_that_take_three_of_six_locks_in_any_order_do_not_deadlock() {
+    contend(9, 3, 20, with_a_guard); // pools with a spare connection
+    contend(1, 4, 20, with_a_guard); // a pool without one
 }
 
 #[test]
-fn transactions_that_want_three_of_six_in_any_order_all_get_theirs() {
+fn transactions_that_take_three_of_six_locks_in_any_order_do_not_deadlock() {
     contend(9, 1, 20, |all, pool, round, work| {
         on_one(pool, |conn| {
             if round % 2 == 0 {
@@ -257,10 +257,10 @@ fn whichever_lock_is_busy_nothing_is_held_and_a_waiter_holds_none_of_the_others(
     for busy in &all.parts {
         let holder = foreign_holder(&database, busy.lock_key());
         assert_matches!(wait(all.lock.try_acquire(&pool)), Ok(Attempt::Busy));
-        assert_eq!(observer.all_held(), 1, "only the foreign one, at once");
+        assert_eq!(observer.all_held(), 1, "only the foreign lock");
         thread::scope(|scope| {
             let waiting = scope.spawn(|| wait(all.lock.acquire(&pool)).unwrap());
-            eventually("it waits on the server", || {
+            eventually("the lock is awaited on the server", || {
                 observer.waiters(busy.lock_key()) == 1
             });
             for free in all
@@ -284,7 +284,7 @@ fn a_waiter_goes_from_one_busy_lock_to_the_next() {
     let database = Database::new();
     let all = Wanted::several(&LOCK);
     let lock = &all.lock;
-    // Without a connection to spare and with one; in a transaction without a timeout and with one.
+    // A pool without and with a spare connection; in a transaction without and with a timeout.
     for (size, in_transaction, limit) in [
         (1, false, None),
         (3, false, None),
@@ -319,9 +319,10 @@ fn a_waiter_goes_from_one_busy_lock_to_the_next() {
             });
             let mut observer = Observer::of(&database);
             if in_transaction {
-                eventually("it waits", || observer.all_waiting() == 1);
+                eventually("the locks are awaited", || observer.all_waiting() == 1);
             }
-            // Out of order, so that it is granted one and has to give that up for another.
+            // Freed out of order, so that the waiter gets one lock, and must give it up for the
+            // next.
             while !holders.is_empty() {
                 drop(holders.remove(holders.len() / 2));
                 let left = holders.len() as i64;
@@ -336,7 +337,7 @@ fn a_waiter_goes_from_one_busy_lock_to_the_next() {
 }
 
 #[test]
-fn one_that_other_code_has_unlocked_is_lost_and_the_others_are_released() {
+fn a_lock_that_other_code_has_unlocked_is_lost_and_the_others_are_released() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
@@ -355,7 +356,7 @@ fn one_that_other_code_has_unlocked_is_lost_and_the_others_are_released() {
 }
 
 #[test]
-fn a_transaction_that_is_refused_keeps_what_it_had_and_goes_on() {
+fn a_transaction_that_is_refused_keeps_its_other_locks_and_goes_on() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
@@ -370,7 +371,7 @@ fn a_transaction_that_is_refused_keeps_what_it_had_and_goes_on() {
             wait(execute(conn, "INSERT INTO written DEFAULT VALUES")).unwrap();
             assert_matches!(wait(all.try_acquire_xact(conn)), Ok(Attempt::Busy));
             for milliseconds in [0, 30] {
-                assert_eq!(observer.all_held(), 2, "its own, and the foreign one");
+                assert_eq!(observer.all_held(), 2, "its own lock and the foreign one");
                 let timeout = Duration::from_millis(milliseconds);
                 let waited = wait(all.acquire_xact_timeout(conn, timeout));
                 assert_matches!(waited, Ok(Attempt::Busy));
@@ -389,7 +390,7 @@ const GOES_ON: &str = "DO $$ BEGIN ASSERT current_setting('lock_timeout') = '0';
      ASSERT EXISTS (SELECT FROM written); END $$";
 
 #[test]
-fn a_server_without_room_for_so_many_is_an_error_and_keeps_none() {
+fn a_full_lock_table_is_an_error_and_no_lock_stays() {
     let cluster = Cluster::builder()
         .setting("max_locks_per_transaction", "10")
         .setting("max_connections", "5")
@@ -402,16 +403,20 @@ fn a_server_without_room_for_so_many_is_an_error_and_keeps_none() {
     let many: Vec<_> = (0..1000).map(|key| LOCK.key(key)).collect();
     let all = AdvisoryLock::all(&many);
     assert_matches!(wait(all.try_acquire(&pool)), Err(Error::Database(_)));
-    // The session that holds them must end before another one has room to look.
+    // While the lock table is full, even this query fails.
     let held =
         "SELECT 1 / (1 - least(count(*), 1)) FROM pg_locks WHERE locktype = 'advisory' AND granted";
-    eventually("none is held", || {
+    eventually("no lock is held", || {
         diesel::connection::SimpleConnection::batch_execute(observer.conn(), held).is_ok()
     });
     on_one(&pool, |conn| {
         begin(conn);
         assert_matches!(wait(all.try_acquire_xact(conn)), Err(Error::Database(_)));
-        assert_eq!(observer.all_held(), 0, "before the transaction ends");
+        assert_eq!(
+            observer.all_held(),
+            0,
+            "no lock is held before the transaction ends"
+        );
         end(conn);
     });
     release(&AdvisoryLock::all(&many[..10]), &pool);

@@ -1,4 +1,4 @@
-//! Functions of the application's own that have the names of PostgreSQL's hinder nothing.
+//! Functions, types and relations in `public` that have the names of PostgreSQL's own are not used.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ static API: RateLimit = RateLimit::named("api", Quota::per_day(1));
 static ONE: Semaphore = Semaphore::named("one", 1, HOUR);
 
 #[test]
-fn own_functions_and_types_in_the_search_path_hinder_nothing() {
+fn functions_and_types_of_the_application_in_the_search_path_are_not_used() {
     let (database, _) = declared();
     let own = format!(
         "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS $$ SELECT '2001-01-01'::timestamptz $$;
@@ -38,7 +38,7 @@ fn own_functions_and_types_in_the_search_path_hinder_nothing() {
     let import = Throttle::of(Resource::Import);
     assert!(wait(import.attempt(&pool)).unwrap().is_granted());
     assert!(!wait(import.attempt(&pool)).unwrap().is_granted());
-    // Busy, in a session and in a transaction.
+    // A busy lock, in a session and in a transaction.
     let lock = AdvisoryLock::named("busy");
     let holder = foreign_holder(&database, lock.lock_key());
     let moment = Duration::from_secs(1);
@@ -52,9 +52,9 @@ fn own_functions_and_types_in_the_search_path_hinder_nothing() {
     drop(holder);
 }
 
-/// Traps with the names of all of PostgreSQL's functions, types and relations. `operators.rs` has
-/// those for operators; where `public` comes before `pg_catalog`, operators are the caller's
-/// affair.
+/// There is a trap with the name of each of PostgreSQL's functions, types and relations.
+/// `operators.rs` has the traps for operators. It does not put `public` before `pg_catalog`,
+/// because there operators are the affair of the caller.
 #[test]
 fn no_function_and_no_type_is_looked_up_by_the_search_path() {
     static LEADS: Leader = Leader::named("leads", HOUR);
@@ -65,7 +65,6 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
     drop(pool);
     database.set_traps(false);
     let pool = pool_of_two(&database);
-    // Throttles of each kind.
     for is_first in [true, false] {
         assert_eq!(wait(REBUILD.attempt(&pool)).unwrap().is_granted(), is_first);
         let key = REBUILD.key("key");
@@ -78,12 +77,10 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
     let synced = wait(Throttle::sync::<Resource>(&pool)).unwrap();
     assert!(synced.added.is_empty());
     wait(prune::throttles(&pool)).unwrap();
-    // Rate limits.
     assert!(wait(API.check(&pool)).unwrap().is_allowed());
     assert!(!wait(API.check(&pool)).unwrap().is_allowed());
     wait(API.reset(&pool)).unwrap();
     wait(prune::rate_limits(&pool)).unwrap();
-    // A semaphore, an election, a fence.
     let permit = wait(ONE.try_acquire(&pool)).unwrap().admitted().unwrap();
     assert!(wait(ONE.try_acquire(&pool)).unwrap().is_full());
     wait(permit.release()).unwrap();
@@ -94,7 +91,6 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
         wait(Fence::named("fence").pass(conn, 1)).unwrap();
         end(conn);
     });
-    // A schedule.
     for attempts in 0..2 {
         let looked = REPORT.run_due(&pool, every(HOUR), work!(|_tick| { Ok::<_, Error>(()) }));
         let _ = wait(looked).unwrap();
@@ -110,7 +106,7 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
     }
     assert!(wait(REPORT.pause(&pool)).unwrap());
     assert!(wait(REPORT.resume(&pool)).unwrap());
-    // Locks: one and several, taken, looked at, waited for, and given up.
+    // One lock and several: acquired, examined, awaited and released.
     let moment = Duration::from_secs(1);
     let (free, busy) = (AdvisoryLock::named("free"), AdvisoryLock::named("busy"));
     let mut guard = wait(free.acquire(&pool)).unwrap();
@@ -140,10 +136,10 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
     drop(holder);
 }
 
-/// On a machine that is too slow, no try has a reply in its time.
+/// On a slow machine no try has a reply in time, so rounds are repeated.
 #[track_caller]
 fn assert_waits_in_vain(lock: &AdvisoryLock, pool: &PgPool, moment: Duration) {
-    once_at_least("it is busy", || {
+    once_at_least("the lock is busy", || {
         match wait(lock.acquire_timeout(pool, moment)) {
             Ok(attempt) => {
                 assert!(attempt.is_busy());
@@ -159,7 +155,7 @@ fn assert_waits_in_vain(lock: &AdvisoryLock, pool: &PgPool, moment: Duration) {
 
 /// The migrations, which create their own objects.
 #[test]
-fn an_installation_calls_nothing_of_others() {
+fn an_installation_uses_no_object_of_another_role() {
     let database = Database::new();
     database.set_traps(true);
     wait(migrations::install(&pool(&database, 1))).unwrap();

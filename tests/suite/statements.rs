@@ -32,7 +32,7 @@ Functions of the schema `resource_control` are in
 [`up.sql`](../migrations/2000-01-01-000001_resource_control/up.sql).
 ";
 
-/// An operation of a section of the page, and what its statements are for.
+/// The section of the page, the operation, what its statements are for, and a call of it.
 struct Sends<'a>(&'a str, &'a str, &'a str, &'a dyn Fn(&PgPool, &str));
 
 #[test]
@@ -62,7 +62,7 @@ fn the_page_has_every_statement_that_is_sent() {
             let (old, new): (Vec<_>, Vec<_>) =
                 blocks.into_iter().partition(|block| seen.contains(block));
             if !old.is_empty() {
-                // In order of their numbers: a loop and its work send at the same time.
+                // Sorted, because a loop and its work send concurrently.
                 let number = |block| seen.iter().position(|it| it == block).unwrap() + 1;
                 let mut old: Vec<_> = old.iter().map(number).collect();
                 old.sort_unstable();
@@ -78,7 +78,8 @@ fn the_page_has_every_statement_that_is_sent() {
     });
     if IS_ASYNC {
         let written = std::fs::read_to_string(PAGE).unwrap();
-        // diesel-async begins transactions, and looks for migrations, in its own way.
+        // diesel-async begins transactions, and reads its table of migrations, by statements of its
+        // own.
         let is_of_diesel = |it: &str| it.contains("TRANSACTION") || it.contains("__diesel_schema");
         let is_unknown = |it: &&String| !written.contains(*it) && !is_of_diesel(it);
         let unknown: Vec<_> = seen.iter().filter(is_unknown).collect();
@@ -99,7 +100,7 @@ fn the_page_has_every_statement_that_is_sent() {
     }
 }
 
-/// By name: an operation of that name is a title of the page, or stands in one.
+/// Compares names only: each public operation is named in a title of the page.
 #[test]
 fn the_page_has_every_operation() {
     let (page, api) = (
@@ -131,11 +132,11 @@ fn the_page_has_every_operation() {
     assert!(missing.is_empty(), "not in docs/statements.md: {missing:?}");
 }
 
-/// Each statement finds its rows by an index, also by a plan that a session keeps.
+/// Each statement finds its rows by an index, also under the generic plan that a session keeps.
 #[test]
 fn no_statement_reads_a_table_as_a_whole() {
     if IS_ASYNC {
-        return; // the same texts
+        return; // the blocking half sends the same statements
     }
     with_operations(|database, operations| {
         let mut all: Vec<Exchange> = Vec::new();
@@ -177,7 +178,7 @@ fn no_statement_reads_a_table_as_a_whole() {
             explained += 1;
         }
         assert!(explained > 20, "{explained} statements");
-        // What the functions do.
+        // The statements inside the functions.
         let calls = "LOAD 'auto_explain'; SET auto_explain.log_min_duration = 0; \
              SET auto_explain.log_nested_statements = on; SET client_min_messages = log; \
              SELECT * FROM resource_control.claim_service_request('new', 64, '1 hour'); \
@@ -206,7 +207,8 @@ struct Line {
     plan: String,
 }
 
-/// Not what Diesel makes of a query, and not a batch of a pruning, which reads until it is full.
+/// Whether the crate wrote the statement, and not Diesel's query builder. A prune is left out: it
+/// reads the table until its batch is full.
 fn is_ours(sql: &str) -> bool {
     sql.contains("resource_control.") && !sql.contains("LIMIT") && !sql.starts_with("ALTER")
 }
@@ -262,7 +264,7 @@ fn fill(conn: &mut PgConnection) {
     run(conn, "VACUUM ANALYZE");
 }
 
-/// What Diesel and the pools send themselves.
+/// Whether Diesel or the pool sends the statement when it opens or checks a connection.
 fn is_of_the_connection(sql: &str) -> bool {
     sql.is_empty()
         || ["SELECT 1", "SELECT $1"].contains(&sql)
@@ -297,7 +299,7 @@ fn block(admin: &mut PgConnection, exchange: &Exchange) -> String {
     block + &wrapped(&sql)
 }
 
-/// Keys, durations and pids of this run, as `n`.
+/// The statement with `n` in the place of the keys, durations and pids of this run.
 fn without_numbers(sql: &str) -> String {
     let mut out = String::new();
     for part in sql.split_inclusive(|c: char| !c.is_ascii_digit() && c != '-') {
@@ -342,7 +344,7 @@ fn wrapped(sql: &str) -> String {
     out + line.trim_end() + "\n"
 }
 
-/// Fills a database, and calls `then` with all operations.
+/// Calls `then` with a database and all operations.
 fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
     static LOCK: AdvisoryLock = AdvisoryLock::named("lock");
     static BUSY: AdvisoryLock = AdvisoryLock::named("busy");
@@ -358,13 +360,15 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
 
     let database = installed();
     let _busy = foreign_holder(&database, BUSY.lock_key());
-    // Waits for a lock until it is free.
+    // Runs `waits` while another session holds the lock, and frees the lock once it is awaited.
     let contended = |lock: &AdvisoryLock, waits: &(dyn Fn() + Sync)| {
         let holder = foreign_holder(&database, lock.lock_key());
         thread::scope(|scope| {
             let waiter = scope.spawn(waits);
             let mut observer = Observer::of(&database);
-            eventually("it waits", || observer.waiters(lock.lock_key()) == 1);
+            eventually("the lock is awaited", || {
+                observer.waiters(lock.lock_key()) == 1
+            });
             drop(holder);
             waiter.join().unwrap();
         });
@@ -388,7 +392,8 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
     let panics = |pool: &PgPool, _: &str| {
         let worked = catch_unwind(AssertUnwindSafe(|| {
             on_one(pool, |conn| {
-                let done: Result<()> = wait(LOCK.with_on(conn, work!(|_conn| panic!("it fails"))));
+                let done: Result<()> =
+                    wait(LOCK.with_on(conn, work!(|_conn| panic!("the work fails"))));
                 done.unwrap();
             });
         }));
@@ -707,7 +712,9 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
                         pool,
                         |_| {},
                         || {
-                            eventually("it leads", || wait(LEADS.current(pool)).unwrap().is_some());
+                            eventually("the instance leads", || {
+                                wait(LEADS.current(pool)).unwrap().is_some()
+                            });
                         },
                     );
                 },

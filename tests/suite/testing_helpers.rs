@@ -1,4 +1,4 @@
-//! The helpers for an application's own tests.
+//! `testing`: the helpers for an application's own tests.
 #![cfg(feature = "testing")]
 
 use std::process::{Command, Stdio};
@@ -15,7 +15,8 @@ use crate::support::{eventually, hourly, installed, number, run, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// A copy of the template, into which each process installs, and where it records that it did.
+/// A copy of the template. The process that makes the template installs the schema into it, and
+/// records that in a table.
 fn copy_of(server: &Database, maintenance: &PgPool, template: &str) -> testing::Database<PgPool> {
     wait(testing::Database::<PgPool>::from_template(
         maintenance,
@@ -34,7 +35,7 @@ fn copy_of(server: &Database, maintenance: &PgPool, template: &str) -> testing::
     .unwrap()
 }
 
-/// How many databases have this name.
+/// The number of databases of this name: 0 or 1.
 fn count(conn: &mut PgConnection, name: &str) -> i64 {
     number(
         conn,
@@ -42,7 +43,7 @@ fn count(conn: &mut PgConnection, name: &str) -> i64 {
     )
 }
 
-/// A template, which goes with the value. There is a test of the same name in each half.
+/// A template that is dropped with the value.
 struct Template<'a>(&'a Database, String);
 
 impl<'a> Template<'a> {
@@ -59,7 +60,7 @@ impl Drop for Template<'_> {
 }
 
 #[test]
-fn a_database_is_a_copy_of_the_template_and_goes_with_its_value() {
+fn a_database_is_a_copy_of_the_template_and_is_dropped_with_its_value() {
     let server = Database::new();
     let template = Template::of(&server);
     let maintenance = pool(&server, 2);
@@ -73,20 +74,21 @@ fn a_database_is_a_copy_of_the_template_and_goes_with_its_value() {
     drop(copies);
     let admin = &mut server.connect();
     for name in names {
-        eventually("it is gone, although a pool was connected", || {
-            count(admin, &name) == 0
-        });
+        eventually(
+            "the database is dropped, although a pool was connected",
+            || count(admin, &name) == 0,
+        );
     }
     assert_eq!(count(admin, &template.1), 1);
 }
 
-/// One of the processes of the next test: a name of the variable, and what it contains.
+/// The environment variable by which the next test passes the database to its child processes.
 const MAINTENANCE: &str = "INTERLOCK_TEST_MAINTENANCE";
 
 #[test]
-fn a_process_of_eight_makes_databases() {
+fn one_of_eight_processes_makes_databases() {
     let Ok(url) = std::env::var(MAINTENANCE) else {
-        return; // only in a process of the next test
+        return; // runs only in a child process of the next test
     };
     let (name, template) = url.split_once(' ').unwrap();
     let server = Database::new();
@@ -99,11 +101,11 @@ fn a_process_of_eight_makes_databases() {
 }
 
 #[test]
-fn eight_processes_copy_a_template_that_none_has_made_before() {
+fn eight_processes_make_one_template_and_copy_it() {
     let server = Database::new();
     let template = Template::of(&server);
     let test = module_path!().split_once("::").unwrap().1;
-    let test = format!("{test}::a_process_of_eight_makes_databases");
+    let test = format!("{test}::one_of_eight_processes_makes_databases");
     let variable = format!("{} {}", server.name(), template.1);
     let processes: Vec<_> = (0..8)
         .map(|_| {
@@ -137,7 +139,7 @@ fn a_copy_waits_until_nobody_is_connected_to_the_template() {
     let observer = &mut server.connect();
     std::thread::scope(|scope| {
         let copying = scope.spawn(|| copy_of(&server, &maintenance, &template.1));
-        eventually("it waits", || {
+        eventually("the copy waits", || {
             truth(
                 observer,
                 "EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() \
@@ -152,7 +154,7 @@ fn a_copy_waits_until_nobody_is_connected_to_the_template() {
 }
 
 #[test]
-fn a_copy_has_tokens_of_its_own_although_its_program_does_not_install() {
+fn a_copy_has_tokens_of_its_own_without_an_installation() {
     let server = Database::new();
     let template = Template::of(&server);
     let token_of = |pool: &PgPool| {
@@ -176,7 +178,7 @@ fn a_copy_has_tokens_of_its_own_although_its_program_does_not_install() {
 }
 
 #[test]
-fn what_a_killed_test_has_left_is_dropped_after_an_hour() {
+fn databases_that_a_killed_test_has_left_are_dropped_after_an_hour() {
     let server = Database::new();
     let template = Template::of(&server);
     let conn = &mut server.connect();
@@ -216,12 +218,12 @@ fn an_error_of_open_leaves_no_database() {
     assert_matches!(failed, Err(Error::TimedOut));
     let admin = &mut server.connect();
     let name = name_of_copy.unwrap();
-    eventually("it is gone", || count(admin, &name) == 0);
+    eventually("the database is dropped", || count(admin, &name) == 0);
     assert_eq!(count(admin, made.name()), 1);
 }
 
 #[test]
-fn a_template_needs_a_name_of_a_database_and_is_not_that_of_the_lock() {
+fn a_template_needs_a_valid_name() {
     let server = Database::new();
     let maintenance = pool(&server, 1);
     let long = "x".repeat(64);
@@ -267,10 +269,10 @@ fn a_throttle_is_made_due() {
         assert!(is_granted(throttle));
         assert!(
             throttles.iter().all(|throttle| !is_granted(throttle)),
-            "the others are not due"
+            "other throttles are not due"
         );
     }
-    // One that was never granted is due as it is.
+    // A throttle that was never granted is due already.
     wait(make_due(&Throttle::named("other", HOUR), &pool)).unwrap();
 }
 

@@ -1,7 +1,8 @@
-//! Attempts and passing time, in any order, have the decisions of a model.
+//! A property test: any sequence of attempts, calls of the function, prunes and passing hours has
+//! the decisions of a model.
 //!
-//! Time passes in hours, by rewriting the rows; the minutes at most that the test takes are no
-//! hour.
+//! Hours pass by rewriting the rows. The test itself takes less than an hour, so its own time does
+//! not count.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -17,16 +18,16 @@ use crate::support::{run, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// A named throttle or a resource, and a key of it.
+/// Whether the throttle is a resource, and its key.
 type Subject = (bool, Option<u8>);
 
 #[derive(Debug, Clone)]
 enum Step {
     Attempt(Subject),
-    /// By the function of the article, which returns a boolean.
+    /// An attempt for the resource by the function `lock_throttled_resource`.
     Lock,
     Pass(u32),
-    /// Of the resource, or else of the named throttle.
+    /// A new interval in hours, for the resource (`true`) or the named throttle.
     Interval(bool, u32),
     Prune,
 }
@@ -46,12 +47,12 @@ fn step() -> impl Strategy<Value = Step> {
 struct Last {
     by: String,
     hours_ago: u32,
-    /// That it was granted by.
+    /// The interval at the time of the grant.
     interval: u32,
 }
 
 struct Model {
-    /// That of the named throttle, and that of the resource.
+    /// The intervals of the named throttle and of the resource.
     intervals: [u32; 2],
     last: HashMap<Subject, Last>,
 }
@@ -61,7 +62,7 @@ impl Model {
         self.intervals[usize::from(subject.0)]
     }
 
-    /// In how many hours it is due; 0 if it is.
+    /// In how many hours the throttle is due; 0 if it is due now.
     fn due_in(&self, subject: Subject) -> u32 {
         let interval = self.interval(subject);
         let last = self.last.get(&subject);
@@ -78,8 +79,8 @@ impl Model {
         self.last.insert(subject, last);
     }
 
-    /// Forgets what has been due for its interval, which is that of the last grant for a named
-    /// throttle. Returns how many.
+    /// Forgets each key that has been due for as long as its interval, which for a named throttle
+    /// is that of its last grant. Returns how many it has forgotten.
     fn prune(&mut self) -> u64 {
         let before = self.last.len();
         let of_resource = self.intervals[1];
@@ -165,7 +166,7 @@ fn take(conn: &mut PgConnection, pool: &PgPool, model: &mut Model, step: Step, b
     }
 }
 
-/// Attempts it in the database and in the model, and compares.
+/// Attempts the throttle in the database and in the model, and compares the decisions.
 fn attempt_both(pool: &PgPool, model: &mut Model, subject: Subject, by: String) {
     let interval = HOUR * model.interval(subject);
     let (is_resource, key) = subject;

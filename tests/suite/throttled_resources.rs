@@ -1,4 +1,4 @@
-//! Resources whose intervals the database owns.
+//! Throttles whose intervals are stored in the database, as declared resources.
 
 use std::time::Duration;
 
@@ -23,12 +23,12 @@ fn a_declared_resource_is_a_value_of_the_enumerated_type() {
         .load(conn)
         .unwrap();
     assert_eq!(all, [Resource::Newsletter, Resource::Import]);
-    let one: ResourceLabel = dsl::throttled_resource
+    let label: ResourceLabel = dsl::throttled_resource
         .filter(dsl::resource_id.eq(Resource::Import))
         .select(dsl::resource_id)
         .first(conn)
         .unwrap();
-    assert_eq!(one.to_string(), "it's an import");
+    assert_eq!(label.to_string(), "it's an import");
 }
 
 mod odd {
@@ -46,9 +46,9 @@ mod odd {
 }
 
 #[test]
-fn every_label_and_interval_reaches_the_database_as_it_is() {
+fn every_label_and_interval_is_stored_as_it_was_declared() {
     let database = installed();
-    // An old setting, in which a backslash in a string escapes.
+    // Under this setting a backslash in a plain string is an escape.
     let name = database.name();
     run(
         &mut database.connect(),
@@ -156,7 +156,7 @@ fn only_a_new_label_needs_the_owner_of_the_type() {
     run(conn, &format!("DROP OWNED BY {role}; DROP ROLE {role}"));
 }
 
-/// In Berlin, 2126-03-31 has 23 hours.
+/// In Berlin the clocks change in this interval, so a calendar day has 23 hours.
 #[test]
 fn a_day_has_24_hours_and_a_month_30_days_in_every_time_zone() {
     let (database, pool) = declared();
@@ -203,7 +203,7 @@ fn a_day_has_24_hours_and_a_month_30_days_in_every_time_zone() {
 }
 
 #[test]
-fn what_an_operator_closed_is_denied() {
+fn a_throttle_that_an_operator_has_closed_is_denied() {
     let (database, pool) = declared();
     let newsletter = Throttle::of(Resource::Newsletter);
     assert!(wait(newsletter.key(7).attempt(&pool)).unwrap().is_granted());
@@ -219,7 +219,7 @@ fn what_an_operator_closed_is_denied() {
 }
 
 #[test]
-fn pruning_goes_by_the_present_interval_of_a_resource() {
+fn pruning_uses_the_present_interval_of_a_resource() {
     let (database, pool) = declared();
     let (newsletter, import) = (
         Throttle::of(Resource::Newsletter).key(7),
@@ -239,7 +239,7 @@ fn pruning_goes_by_the_present_interval_of_a_resource() {
 }
 
 #[test]
-fn any_details_are_kept_and_blank_ones_are_the_sessions() {
+fn details_are_stored_as_they_are_and_blank_ones_are_replaced_by_the_sessions() {
     let (database, pool) = declared();
     let conn = &mut database.connect();
     for throttle in [
@@ -271,7 +271,7 @@ fn any_details_are_kept_and_blank_ones_are_the_sessions() {
 }
 
 #[test]
-fn the_table_keeps_no_interval_of_nothing_and_no_grant_without_a_holder() {
+fn the_table_refuses_an_interval_of_zero_and_a_grant_without_details() {
     let (database, _) = declared();
     let conn = &mut database.connect();
     for (change, is_kept) in [
@@ -293,7 +293,7 @@ fn the_table_keeps_no_interval_of_nothing_and_no_grant_without_a_holder() {
     assert_eq!(number(conn, rows), 2);
 }
 
-/// The operator stands in the way of a comparison of resources.
+/// `impostor` has an operator that would be used to compare resources if it were looked up.
 #[test]
 fn no_search_path_changes_a_decision() {
     let (database, pool) = declared();
@@ -323,7 +323,7 @@ fn no_search_path_changes_a_decision() {
 throttled_resources! {
     #[derive(PartialOrd)]
     pub(crate) enum Documented {
-        /// With an attribute of its own.
+        /// A doc comment is allowed on each resource.
         One = "one" every HOUR,
     }
 }

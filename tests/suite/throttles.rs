@@ -41,10 +41,10 @@ fn denied(throttle: &Throttle, pool: &PgPool) -> Denied {
     wait(throttle.attempt(pool))
         .unwrap()
         .denied()
-        .expect("it was granted")
+        .expect("the attempt is denied")
 }
 
-/// Moves the last grant of everything into the past.
+/// Moves the last grant of every throttle that many seconds into the past.
 pub(crate) fn rewind(database: &Database, seconds: u32) {
     run(
         &mut database.connect(),
@@ -56,7 +56,7 @@ pub(crate) fn rewind(database: &Database, seconds: u32) {
 }
 
 #[test]
-fn it_is_granted_once_per_interval() {
+fn a_throttle_is_granted_once_per_interval() {
     let database = installed();
     let pool = pool(&database, 1);
     let Decision::Granted(granted) = wait(REBUILD.attempt(&pool)).unwrap() else {
@@ -76,7 +76,7 @@ fn it_is_granted_once_per_interval() {
 }
 
 #[test]
-fn each_key_is_granted_for_itself() {
+fn each_key_is_a_throttle_of_its_own() {
     let database = installed();
     let pool = pool(&database, 1);
     for key in ["", "a", "b c", "b\\ c", "ü", "'"] {
@@ -102,7 +102,7 @@ fn a_resource_is_granted_by_the_interval_of_the_database() {
     assert!(is_granted(&newsletter, &pool));
     assert!(
         is_granted(&Throttle::of(Resource::Import), &pool),
-        "each for itself"
+        "the other resource is granted, too"
     );
 }
 
@@ -147,7 +147,7 @@ fn a_denial_writes_nothing() {
 }
 
 #[test]
-fn of_many_at_once_one_is_granted() {
+fn of_many_concurrent_attempts_one_is_granted() {
     let (database, _) = declared();
     for throttle in [
         REBUILD.key("new"),
@@ -179,7 +179,7 @@ fn of_many_at_once_one_is_granted() {
 }
 
 #[test]
-fn it_is_denied_at_once_while_another_transaction_takes_it() {
+fn an_attempt_is_denied_at_once_while_another_transaction_takes_the_throttle() {
     let (database, pool) = declared();
     for (throttle, sql) in [
         (
@@ -199,7 +199,10 @@ fn it_is_denied_at_once_while_another_transaction_takes_it() {
         assert_eq!(refused.last, None);
         assert!(refused.retry_after <= Duration::from_secs(1));
         run(taking, "ROLLBACK");
-        assert!(is_granted(&throttle, &pool), "it is due after a rollback");
+        assert!(
+            is_granted(&throttle, &pool),
+            "the throttle is due after a rollback"
+        );
     }
 }
 
@@ -262,7 +265,7 @@ fn other_clients_share_the_resource() {
     assert!(!truth(conn, attempt));
 }
 
-/// The session of the article that the table comes from.
+/// The psql session of the article "Throttling with PostgreSQL", whose table this is.
 #[test]
 fn the_articles_session_has_the_articles_replies() {
     let database = installed();
@@ -295,7 +298,7 @@ fn the_articles_session_has_the_articles_replies() {
 }
 
 #[test]
-fn sync_inserts_what_is_new_and_reports_what_differs() {
+fn sync_inserts_new_resources_and_reports_intervals_that_differ() {
     let (database, pool) = declared();
     assert_eq!(
         wait(Throttle::sync::<Resource>(&pool)).unwrap(),
@@ -407,7 +410,7 @@ fn keys_that_have_long_been_due_are_pruned() {
 }
 
 #[test]
-fn it_works_at_every_isolation_level_in_every_time_zone() {
+fn a_throttle_works_at_every_isolation_level_and_in_every_time_zone() {
     for settings in [
         "default_transaction_isolation = 'repeatable read'",
         "default_transaction_isolation = serializable",
@@ -441,7 +444,7 @@ fn it_works_at_every_isolation_level_in_every_time_zone() {
     }
 }
 
-/// The closest two grants, by the database's clock, under contention.
+/// Compares the times of all grants under contention, by the database's clock.
 #[test]
 fn grants_are_never_closer_than_the_interval() {
     let database = installed();
@@ -479,7 +482,7 @@ fn grants_are_never_closer_than_the_interval() {
 #[test]
 fn a_transaction_that_was_left_open_on_a_pooled_connection_is_an_error() {
     if crate::half::IS_ASYNC {
-        return; // diesel-async does not see it
+        return; // diesel-async does not notice a transaction of plain SQL
     }
     let database = installed();
     let pool = pool(&database, 1);

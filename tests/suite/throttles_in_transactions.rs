@@ -1,5 +1,5 @@
-//! Attempts in a transaction of the caller, beside those of other sessions, and at every isolation
-//! level.
+//! Attempts in a transaction of the caller, concurrently with other sessions, and at every
+//! isolation level.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,7 +24,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 
 static REBUILD: Throttle = Throttle::named("rebuild", HOUR);
 
-/// One of each kind.
+/// A throttle of each kind: named or a resource, without and with a key.
 fn kinds() -> [Throttle; 4] {
     [
         REBUILD.clone(),
@@ -54,9 +54,10 @@ fn an_open_insert_that_references_the_resource_does_not_deny_it() {
     run(open, "COMMIT");
 }
 
-/// Neither the transaction's start nor the message's decides, but the clock.
+/// The clock at the time of the decision counts, not the start of the transaction or of the
+/// statement.
 #[test]
-fn a_transaction_that_began_long_ago_sees_the_present() {
+fn in_an_old_transaction_the_present_time_decides() {
     let database = installed();
     let pool = pool(&database, 1);
     let every = Duration::from_millis(20);
@@ -71,10 +72,11 @@ fn a_transaction_that_began_long_ago_sees_the_present() {
     });
 }
 
-/// A throttle that was due when it was read may be taken before it can be locked. A lock that
-/// stayed would deny it to all others.
+/// Another session may take the throttle after an attempt has read that it is due, and before it
+/// locks the row. If the denied attempt kept its row lock, it would deny the throttle to all
+/// others.
 #[test]
-fn who_comes_second_is_denied_and_keeps_no_lock() {
+fn the_second_of_two_concurrent_attempts_is_denied_and_keeps_no_row_lock() {
     let (database, pool) = declared();
     let gate = &mut database.connect();
     let mut observer = Observer::of(&database);
@@ -96,7 +98,7 @@ fn who_comes_second_is_denied_and_keeps_no_lock() {
                     kept.map(|()| second)
                 })
             });
-            eventually("the second waits", || observer.all_waiting() == 1);
+            eventually("the second attempt waits", || observer.all_waiting() == 1);
             run(
                 gate,
                 "UPDATE resource_control.throttle SET last_granted = clock_timestamp(), details = 'first';
@@ -110,7 +112,7 @@ fn who_comes_second_is_denied_and_keeps_no_lock() {
     }
 }
 
-/// `CREATE INDEX` locks a table like that: rows of it can be locked meanwhile, but not written.
+/// `CREATE INDEX` takes this lock on a table: rows can be locked meanwhile, but not written.
 #[test]
 fn a_grant_that_waited_for_its_table_begins_after_the_wait() {
     let (database, pool) = declared();
@@ -163,9 +165,9 @@ fn on_a_connection_no_default_isolation_level_is_an_error() {
     }
 }
 
-/// By the snapshot of the transaction it is due.
+/// In the old snapshot of the transaction the throttle is due.
 #[test]
-fn in_a_stricter_transaction_of_the_caller_it_is_a_serialization_failure() {
+fn at_a_stricter_level_a_concurrent_grant_is_a_serialization_failure() {
     let (_database, pool) = declared();
     for throttle in kinds() {
         on_one(&pool, |conn| {
@@ -214,7 +216,7 @@ fn without_the_schema_an_attempt_on_a_connection_says_so() {
     });
 }
 
-/// As a client in another language may have it.
+/// A client in another language may have locked the row.
 #[test]
 fn a_row_that_another_session_has_locked_is_denied_and_not_pruned() {
     let database = installed();
@@ -241,9 +243,9 @@ fn a_row_that_another_session_has_locked_is_denied_and_not_pruned() {
     assert!(wait(REBUILD.key(1).attempt(&pool)).unwrap().is_granted());
 }
 
-/// Without preparing them, which is once per connection.
+/// Beside the round trips that prepare the statements once per connection.
 #[test]
-fn an_attempt_is_one_round_trip_and_the_first_of_a_key_two() {
+fn an_attempt_takes_one_round_trip_and_the_first_of_a_key_two() {
     let (database, _) = declared();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
@@ -270,13 +272,13 @@ fn an_attempt_is_one_round_trip_and_the_first_of_a_key_two() {
         for throttle in kinds() {
             let _ = attempt(&throttle, conn);
         }
-        assert_eq!(proxy.parses(), parsed, "prepared once");
+        assert_eq!(proxy.parses(), parsed, "a statement was prepared again");
     });
 }
 
-/// psql, Python and others call the function.
+/// Clients in other languages call the stored function.
 #[test]
-fn beside_other_clients_no_two_grants_are_closer_than_the_interval() {
+fn with_other_clients_no_two_grants_are_closer_than_the_interval() {
     const GRANTS: usize = 20;
     for level in ["read committed", "repeatable read", "serializable"] {
         let (database, _) = declared();
@@ -332,7 +334,7 @@ fn beside_other_clients_no_two_grants_are_closer_than_the_interval() {
     }
 }
 
-/// At a stricter level it may fail, and grants nothing then.
+/// Calls the stored function. At a stricter level it may fail, and then grants nothing.
 fn by_function(conn: &mut PgConnection) -> bool {
     let call = "SELECT 1 WHERE resource_control.lock_throttled_resource('newsletter', 'psql')";
     match diesel::sql_query(call).execute(conn) {

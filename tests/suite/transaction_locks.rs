@@ -22,7 +22,7 @@ static SERVER: AdvisoryLock = AdvisoryLock::named("server");
 const MINUTE: Duration = Duration::from_secs(60);
 
 #[test]
-fn it_is_held_until_the_transaction_ends() {
+fn a_lock_is_held_until_the_transaction_ends() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
@@ -51,7 +51,7 @@ fn it_is_held_until_the_transaction_ends() {
 }
 
 #[test]
-fn it_is_refused_while_another_holds_it_and_the_transaction_goes_on() {
+fn a_busy_lock_is_refused_and_the_transaction_goes_on() {
     let database = Database::new();
     let pool = pool(&database, 1);
     for wanted in Wanted::one_and_several(&SERVER) {
@@ -83,7 +83,7 @@ fn it_is_refused_while_another_holds_it_and_the_transaction_goes_on() {
 }
 
 #[test]
-fn it_waits_for_the_holder() {
+fn an_acquisition_waits_for_the_holder() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
@@ -104,7 +104,7 @@ fn it_waits_for_the_holder() {
                     end(conn);
                 });
             });
-            eventually("it waits on the server", || {
+            eventually("the lock is awaited on the server", || {
                 observer.waiters(lock.lock_key()) == 1
             });
             drop(holder);
@@ -132,7 +132,9 @@ fn a_session_that_ends_in_a_wait_is_reported_as_such() {
                     }
                 })
             });
-            eventually("it waits on the server", || observer.all_waiting() == 1);
+            eventually("the lock is awaited on the server", || {
+                observer.all_waiting() == 1
+            });
             let waiter = "(SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
                 AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";
             let pid = number(observer.conn(), waiter);
@@ -166,7 +168,7 @@ fn the_timeouts_of_the_session_apply_to_a_wait() {
                     assert_matches!(waited, Err(Error::Database(_)));
                     end(conn);
                 });
-                assert_eq!(observer.all_held(), 1, "the foreign one");
+                assert_eq!(observer.all_held(), 1, "only the foreign lock");
             }
         }
         drop(holder);
@@ -175,7 +177,7 @@ fn the_timeouts_of_the_session_apply_to_a_wait() {
     assert_pool_whole(&pool, &database);
 }
 
-/// The errors of each way to take the lock.
+/// The errors of the three ways to take the lock.
 fn refusals(lock: &AdvisoryLock, conn: &mut Conn) -> [Error; 3] {
     TRIES.map(|refusal| refusal(lock, conn))
 }
@@ -190,7 +192,7 @@ const TRIES: [fn(&AdvisoryLock, &mut Conn) -> Error; 3] = [
 ];
 
 #[test]
-fn outside_a_transaction_and_at_repeatable_read_it_is_an_error() {
+fn outside_a_transaction_and_at_repeatable_read_an_acquisition_is_an_error() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
@@ -220,13 +222,14 @@ fn outside_a_transaction_and_at_repeatable_read_it_is_an_error() {
 }
 
 #[test]
-fn on_a_standby_it_is_an_error() {
+fn on_a_standby_an_acquisition_is_an_error() {
     let cluster = Cluster::start();
     let standby = cluster.standby();
     for Wanted { lock, .. } in Wanted::one_and_several(&SERVER) {
         let pool = make_pool(&standby.url("postgres"), 1, Duration::from_secs(20));
         for refusal in TRIES {
-            // The connection leaves its pool, if the pool notices the mark.
+            // A connection to a standby leaves its pool, if the manager notices that it is
+            // marked as broken.
             let pool = if NOTICES_BROKEN {
                 pool.clone()
             } else {
@@ -240,10 +243,10 @@ fn on_a_standby_it_is_an_error() {
     }
 }
 
-/// Check, then insert, as the article has it: without a lock ten requests book the server ten
-/// times.
+/// Each request checks whether the server is booked, and then inserts a booking. Without a lock,
+/// ten concurrent requests would book the server ten times.
 #[test]
-fn of_ten_requests_one_books_the_server() {
+fn of_ten_concurrent_requests_one_books_the_server() {
     for isolation in ["read committed", "repeatable read", "serializable"] {
         let database = Database::new();
         let conn = &mut database.connect();
@@ -335,7 +338,8 @@ fn work_that_has_lost_its_transaction_is_an_error() {
     };
     let ended = after("SELECT pg_terminate_backend(pg_backend_pid())").unwrap_err();
     assert!(ended.is_unavailable(), "{ended:?}");
-    // diesel-async does not read the server's transaction status.
+    // diesel-async does not track the server's transaction status, so it does not notice the
+    // ROLLBACK.
     if !IS_ASYNC {
         assert_matches!(after("ROLLBACK"), Err(Error::TransactionEnded));
     }
@@ -343,7 +347,7 @@ fn work_that_has_lost_its_transaction_is_an_error() {
 }
 
 #[test]
-fn what_has_aborted_a_test_transaction_is_said() {
+fn an_aborted_test_transaction_is_an_error_of_its_own() {
     let database = Database::new();
     let pool = pool(&database, 1);
     on_one(&pool, |conn| {
@@ -354,7 +358,8 @@ fn what_has_aborted_a_test_transaction_is_said() {
     });
 }
 
-/// Some code has left a transaction open on each connection of a pool that does not check them.
+/// Other code has left a transaction open on each connection of a pool that does not check its
+/// connections.
 #[test]
 fn a_pooled_connection_inside_a_transaction_is_discarded() {
     let limit = RateLimit::named("x", Quota::per_minute(1000));
@@ -390,7 +395,7 @@ fn a_pooled_connection_inside_a_transaction_is_discarded() {
 }
 
 #[test]
-fn a_savepoint_that_is_rolled_back_frees_it() {
+fn rolling_back_a_savepoint_frees_the_lock() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);

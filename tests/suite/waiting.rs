@@ -1,4 +1,4 @@
-//! The one wait: for session locks, and what it leaves to others.
+//! Waiting for a session lock: what ends a wait, and what a wait leaves to other sessions.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -16,17 +16,17 @@ use crate::support::{
 static LOCK: AdvisoryLock = AdvisoryLock::named("waiting");
 
 #[test]
-fn a_release_elsewhere_ends_the_wait() {
+fn a_release_by_another_session_ends_the_wait() {
     let database = Database::new();
     for size in [2, 3] {
         let pool = pool(&database, size);
-        // bb8 does not tell how many connections it may open.
+        // bb8 counts only open connections, so open them all.
         on_one(&pool, |_| on_one(&pool, |_| ()));
         let holder = foreign_holder(&database, LOCK.lock_key());
         thread::scope(|scope| {
             let waiting = scope.spawn(|| wait(LOCK.acquire(&pool)).unwrap());
             let mut observer = Observer::of(&database);
-            eventually("it waits on the server", || {
+            eventually("the lock is awaited on the server", || {
                 observer.waiters(LOCK.lock_key()) == 1
             });
             drop(holder);
@@ -37,7 +37,7 @@ fn a_release_elsewhere_ends_the_wait() {
 }
 
 #[test]
-fn a_timeout_holds_nothing() {
+fn after_a_timeout_nothing_is_held() {
     let database = Database::new();
     let pool = pool(&database, 2);
     let mut observer = Observer::of(&database);
@@ -47,7 +47,7 @@ fn a_timeout_holds_nothing() {
             let timeout = Duration::from_millis(milliseconds);
             match wait(wanted.lock.acquire_timeout(&pool, timeout)) {
                 Ok(attempt) => assert!(attempt.is_busy()),
-                // Not even the first try had a reply in time.
+                // On a slow machine not even the first try has a reply in time.
                 Err(error) => assert_matches!(error, Error::TimedOut | Error::Pool(_)),
             }
         }
@@ -77,7 +77,7 @@ fn timeouts_that_race_with_releases_leave_nothing() {
         for _ in 0..6 {
             scope.spawn(|| {
                 let mut acquired = 0;
-                // Longer and longer, so that each acquires it in the end.
+                // The timeouts grow, so that each thread acquires the lock at last.
                 for round in 0.. {
                     if round >= 40 && acquired > 0 {
                         break;
@@ -116,7 +116,7 @@ fn waiters_of_a_process_hold_one_connection() {
         });
         for _ in 0..50 {
             assert!(observer.waiters(LOCK.lock_key()) <= 1);
-            // Somebody else has a connection at once.
+            // The pool has a free connection for other callers.
             wait(crate::half::on_first(&pool, "SELECT 1")).unwrap();
         }
         wait(guard.release()).unwrap();
@@ -148,7 +148,7 @@ fn the_holder_may_create_an_index_concurrently() {
             scope.spawn(|| wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap());
         }
         let mut observer = Observer::of(&database);
-        eventually("one waits on the server", || {
+        eventually("one waiter waits on the server", || {
             observer.waiters(LOCK.lock_key()) == 1
         });
         // If the server pauses, a slice of the wait may outlast its `deadlock_timeout`.
@@ -170,7 +170,7 @@ fn a_wait_writes_nothing_to_the_log_of_the_server() {
     let guard = wait(LOCK.acquire(&pool)).unwrap();
     let before = cluster.log();
     for _ in 0..3 {
-        // A busy machine may not reply in time.
+        // On a slow machine no try has a reply in time.
         match wait(LOCK.acquire_timeout(&pool, Duration::from_millis(450))) {
             Ok(attempt) => assert!(attempt.is_busy()),
             Err(error) => assert_matches!(error, Error::TimedOut),
@@ -205,14 +205,14 @@ fn a_role_without_plpgsql_polls() {
         let waiting =
             scope.spawn(|| wait(LOCK.acquire_timeout(&plain, Duration::from_secs(60))).unwrap());
         let mut observer = Observer::of(&database);
-        eventually("it polls", || observer.have_tried() > 0);
+        eventually("the waiter polls", || observer.have_tried() > 0);
         drop(holder);
         wait(waiting.join().unwrap().acquired().unwrap().release()).unwrap();
     });
 }
 
 #[test]
-fn many_waiters_all_get_their_turn() {
+fn all_of_many_waiters_get_their_turn() {
     let database = Database::new();
     let pool = make_pool(&database.url(), 4, Duration::from_secs(600));
     let turns = AtomicUsize::new(0);

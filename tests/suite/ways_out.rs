@@ -1,4 +1,4 @@
-//! Every way in which a guard can end frees the lock, and leaves the pool whole.
+//! Every way in which a guard can end frees the lock, and leaves the pool with all its connections.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -15,16 +15,16 @@ use crate::support::{
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("ways out");
 
-/// Takes one lock, and then several, and lets `way` end the guard.
+/// Acquires one lock, and then several, and lets `end` end the guard.
 #[track_caller]
-fn leave_by(way: impl Fn(AdvisoryLockGuard, &mut Observer)) {
+fn end_by(end: impl Fn(AdvisoryLockGuard, &mut Observer)) {
     for wanted in Wanted::one_and_several(&LOCK) {
         let database = Database::new();
         let pool = pool(&database, 2);
         let mut observer = Observer::of(&database);
         let guard = wait(wanted.lock.acquire(&pool)).unwrap();
         wanted.assert_held(&mut observer);
-        way(guard, &mut observer);
+        end(guard, &mut observer);
         eventually("nothing is held", || observer.all_held() == 0);
         assert_pool_whole(&pool, &database);
         wait(wait(wanted.lock.acquire(&pool)).unwrap().release()).unwrap();
@@ -41,10 +41,10 @@ fn fail(guard: &mut AdvisoryLockGuard) {
 
 #[test]
 fn a_release_frees_the_lock_and_keeps_the_session() {
-    leave_by(|guard, observer| {
+    end_by(|guard, observer| {
         let pid = guard.backend_pid();
         wait(guard.release()).unwrap();
-        assert_eq!(observer.all_held(), 0, "at once");
+        assert_eq!(observer.all_held(), 0, "the release frees the lock at once");
         assert!(observer.is_alive(pid));
     });
 }
@@ -55,7 +55,7 @@ fn a_drop_frees_the_lock_and_keeps_the_session() {
         let database = Database::new();
         let pool = pool(&database, 2);
         let mut observer = Observer::of(&database);
-        // After two seconds without a reply, it ends the session.
+        // A reply that takes longer than two seconds costs the session.
         let is_alive = in_a_quick_round(Duration::from_secs(2), || {
             let guard = wait(wanted.lock.acquire(&pool)).unwrap();
             let pid = guard.backend_pid();
@@ -70,7 +70,7 @@ fn a_drop_frees_the_lock_and_keeps_the_session() {
 
 #[test]
 fn a_panic_frees_the_lock() {
-    leave_by(|guard, observer| {
+    end_by(|guard, observer| {
         let caught = catch_unwind(AssertUnwindSafe(move || {
             let _guard = guard;
             panic!("in the protected work");
@@ -81,12 +81,12 @@ fn a_panic_frees_the_lock() {
 }
 
 #[test]
-fn a_failed_statement_does_not_hinder_the_release() {
-    leave_by(|mut guard, _| {
+fn after_a_failed_statement_the_release_succeeds() {
+    end_by(|mut guard, _| {
         fail(&mut guard);
         wait(guard.release()).unwrap();
     });
-    leave_by(|mut guard, _| {
+    end_by(|mut guard, _| {
         fail(&mut guard);
         drop(guard);
     });
@@ -95,7 +95,7 @@ fn a_failed_statement_does_not_hinder_the_release() {
 #[test]
 fn an_aborted_transaction_of_plain_sql_ends_the_session_or_is_rolled_back() {
     for releases in [true, false] {
-        leave_by(|mut guard, observer| {
+        end_by(|mut guard, observer| {
             let pid = guard.backend_pid();
             run(&mut guard, "BEGIN");
             fail(&mut guard);
@@ -105,7 +105,9 @@ fn an_aborted_transaction_of_plain_sql_ends_the_session_or_is_rolled_back() {
                 drop(guard);
             }
             if IS_ASYNC && !releases {
-                eventually("it is rolled back", || observer.in_transaction() == 0);
+                eventually("the transaction is rolled back", || {
+                    observer.in_transaction() == 0
+                });
             } else {
                 eventually("the session has ended", || !observer.is_alive(pid));
             }
@@ -116,15 +118,15 @@ fn an_aborted_transaction_of_plain_sql_ends_the_session_or_is_rolled_back() {
 #[test]
 fn an_open_transaction_of_plain_sql_is_reported_where_it_is_seen() {
     if IS_ASYNC {
-        return; // diesel-async does not see it, and its caller's transaction goes on in the pool
+        return; // diesel-async does not notice the transaction, which stays open in the pool
     }
-    leave_by(|mut guard, observer| {
+    end_by(|mut guard, observer| {
         let pid = guard.backend_pid();
         run(&mut guard, "BEGIN; SELECT 1");
         assert_matches!(wait(guard.release()), Err(Error::TransactionLeftOpen(_)));
         eventually("the session has ended", || !observer.is_alive(pid));
     });
-    leave_by(|mut guard, observer| {
+    end_by(|mut guard, observer| {
         let pid = guard.backend_pid();
         run(&mut guard, "BEGIN; SELECT 1");
         drop(guard);
@@ -135,7 +137,7 @@ fn an_open_transaction_of_plain_sql_is_reported_where_it_is_seen() {
 #[test]
 fn a_transaction_of_diesel_that_was_left_open_is_reported_and_rolled_back() {
     for (aborts, releases) in [(false, true), (true, true), (false, false), (true, false)] {
-        leave_by(|mut guard, observer| {
+        end_by(|mut guard, observer| {
             let pid = guard.backend_pid();
             crate::half::begin(guard.conn());
             if aborts {
@@ -156,24 +158,25 @@ fn a_transaction_of_diesel_that_was_left_open_is_reported_and_rolled_back() {
 
 #[test]
 fn a_killed_backend_is_a_lost_lock() {
-    leave_by(|mut guard, observer| {
+    end_by(|mut guard, observer| {
         observer.kill(guard.backend_pid());
         assert!(!wait(guard.is_held()).unwrap());
         assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
     });
-    leave_by(|guard, observer| {
+    end_by(|guard, observer| {
         observer.kill(guard.backend_pid());
         assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
     });
-    leave_by(|guard, observer| {
+    end_by(|guard, observer| {
         observer.kill(guard.backend_pid());
         drop(guard);
     });
 }
 
-/// `DISCARD ALL` also unlocks, and both drop what Diesel has prepared.
+/// Both commands drop the statements that Diesel has prepared. `DISCARD ALL` also releases the
+/// locks.
 #[test]
-fn a_session_that_forgets_its_statements_tells_whether_the_lock_was_lost() {
+fn after_discard_and_deallocate_a_guard_knows_whether_the_lock_was_lost() {
     let database = installed();
     for (forgets, keeps) in [("DISCARD ALL", false), ("DEALLOCATE ALL", true)] {
         for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
@@ -193,7 +196,7 @@ fn a_session_that_forgets_its_statements_tells_whether_the_lock_was_lost() {
                     assert_matches!(released, Err(Error::LockLost(_)));
                 }
             }
-            // Another session, which knows its statements.
+            // The next session has all of its statements.
             wait(wait(lock.acquire(&pool)).unwrap().release()).unwrap();
             on_one(&pool, |conn| {
                 let done: Result<(), Error> = wait(lock.with_on(conn, work!(|_conn| Ok(()))));
@@ -212,13 +215,13 @@ fn a_session_that_forgets_its_statements_tells_whether_the_lock_was_lost() {
 
 #[test]
 fn a_lock_that_other_code_has_unlocked_is_lost() {
-    leave_by(|mut guard, _| {
+    end_by(|mut guard, _| {
         assert!(wait(guard.is_held()).unwrap());
         run(&mut guard, "SELECT pg_advisory_unlock_all()");
         assert!(!wait(guard.is_held()).unwrap());
         assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
     });
-    leave_by(|mut guard, _| {
+    end_by(|mut guard, _| {
         run(&mut guard, "SELECT pg_advisory_unlock_all()");
         drop(guard);
     });
@@ -226,19 +229,19 @@ fn a_lock_that_other_code_has_unlocked_is_lost() {
 
 #[test]
 fn run_releases_after_a_value_and_an_error() {
-    leave_by(|guard, _| {
+    end_by(|guard, _| {
         let value: Result<i32, Error> = wait(guard.run(work!(|conn| {
             reply!(execute(conn, "SELECT 1"))?;
             Ok(7)
         })));
         assert_eq!(value.unwrap(), 7);
     });
-    leave_by(|guard, _| {
+    end_by(|guard, _| {
         let failed: Result<(), Error> =
             wait(guard.run(work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?))));
         assert_matches!(failed, Err(Error::Database(_)));
     });
-    leave_by(|guard, _| {
+    end_by(|guard, _| {
         let lost: Result<(), Error> = wait(guard.run(work!(|conn| Ok(reply!(execute(
             conn,
             "SELECT pg_advisory_unlock_all()"
@@ -294,7 +297,7 @@ fn a_restarted_server_is_a_lost_lock() {
 }
 
 #[test]
-fn a_guard_that_is_forgotten_keeps_only_its_own_connection() {
+fn a_forgotten_guard_keeps_only_its_own_connection() {
     let database = Database::new();
     let pool = pool(&database, 2);
     let guard = wait(LOCK.acquire(&pool)).unwrap();

@@ -1,4 +1,4 @@
-//! `interlock` behind `PgBouncer` in transaction mode, of any version.
+//! `interlock` behind PgBouncer of any version.
 
 mod support;
 
@@ -16,7 +16,7 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     assert_eq!(running.line(), "ready");
     let renewed = "SELECT count(*) FROM resource_control.slot_in_flight
         WHERE expires_at > created_at + interval '13 s'";
-    eventually("it is renewed", || session.number(renewed) == 1);
+    eventually("the permit was renewed", || session.number(renewed) == 1);
     assert_eq!(status(&mut run(url, "x --lease 12s", "true")), Some(73));
     running.signal("TERM");
     assert_eq!(running.status(), Some(9));
@@ -30,7 +30,7 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     let found = "fail  session locks exclude nobody on this pool";
     assert!(text.contains(found), "{text}");
 
-    // Without a lease nothing runs, and no lock is left.
+    // Without --lease the command does not run, and no lock is left.
     let (status, text) = printed(&mut run(url, "x", "echo ran"));
     assert_eq!(status, Some(78), "{text}");
     assert!(
@@ -41,7 +41,7 @@ fn a_permit_works_and_doctor_names_the_pooler() {
 }
 
 #[test]
-fn nothing_is_wrong_behind_a_pooler_in_session_mode() {
+fn behind_a_pooler_in_session_mode_everything_works() {
     let cluster = Cluster::builder()
         .setting("client_connection_check_interval", "10s")
         .setting("idle_in_transaction_session_timeout", "5min")
@@ -61,7 +61,7 @@ fn nothing_is_wrong_behind_a_pooler_in_session_mode() {
 }
 
 #[test]
-fn doctor_reports_over_as_few_sessions_as_a_pooler_has() {
+fn doctor_works_over_one_or_two_sessions_of_the_pooler() {
     let database = installed();
     for (sessions, word) in [
         (
@@ -80,7 +80,7 @@ fn doctor_reports_over_as_few_sessions_as_a_pooler_has() {
 }
 
 #[test]
-fn a_pooler_in_transaction_mode_keeps_the_search_path_of_others() {
+fn commands_do_not_change_the_search_path_of_other_clients_of_the_pooler() {
     let database = installed();
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 1);
     let url = &pooler.url();

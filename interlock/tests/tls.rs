@@ -49,8 +49,8 @@ fn connects(url: &str) {
     assert_eq!(status, Some(0), "{lines:#?}");
 }
 
-/// A proxy from whose connections the server sees an address of this machine on its network, and not
-/// the loopback interface.
+/// A proxy from whose connections the server sees an address of this machine on its network, and
+/// not the loopback interface.
 fn from_the_network(endpoint: &Endpoint, port: &str) -> (Running, String, String) {
     const PROXY: &str = r#"
         my ($source, $port) = @ARGV;

@@ -1,5 +1,5 @@
-//! Copies of a database: after each kind of dump, restore, backup, upgrade and replication, tokens are larger than those of
-//! the original.
+//! Copies of a database: after each kind of dump, restore, backup, upgrade and replication, tokens
+//! are larger than those of the original.
 //!
 //! Run by `scripts/test with copies`, which installs a server of a newer major version.
 
@@ -19,7 +19,7 @@ static LOCK: AdvisoryLock = AdvisoryLock::named("copies");
 static SLOT: Semaphore = Semaphore::named("copies", 1, Duration::from_secs(60));
 static SCHEDULE: Schedule = Schedule::named("copies");
 
-/// The programs of a server of a newer major version than the one that the workbench finds.
+/// The directory of the programs of a newer major version than the workbench's.
 fn newer() -> PathBuf {
     let directory = std::env::var_os("NEWER_PGBINDIR");
     directory
@@ -66,7 +66,7 @@ fn psql(endpoint: &Endpoint, sql: &[u8]) {
 struct Drawn([i64; 3]);
 
 impl Drawn {
-    /// Draws tokens of each kind, each of which is larger than the last.
+    /// Draws tokens of each kind. Asserts that each is larger than the last one.
     #[track_caller]
     fn draw(&mut self, pool: &PgPool) {
         for _ in 0..5 {
@@ -78,7 +78,7 @@ impl Drawn {
         }
     }
 
-    /// Draws tokens in a copy that is noticed, once it was installed.
+    /// Asserts that the database is found to be a copy. Installs, and draws tokens.
     #[track_caller]
     fn draw_in_copy(&mut self, copy: &Endpoint) {
         let pool = copy.pool(2);
@@ -141,7 +141,7 @@ fn promoted(drawn: &mut Drawn) -> Cluster {
     until("the standby has followed", || {
         number(conn_of_standby, "pg_last_wal_replay_lsn() - '0/0'::pg_lsn") >= written
     });
-    // A promoted standby is not a copy, so nothing is to be done.
+    // A promoted standby is not a copy, so it needs no installation.
     migrations::check(&standby.endpoint("postgres").pool(2)).unwrap();
     standby.detach();
     standby.promote();
@@ -173,7 +173,7 @@ fn a_dump_that_is_restored_into_the_same_server_or_another_one() {
                 .arg(&file),
         );
     };
-    // What the dump does not show.
+    // The original draws tokens after the dump, which the dump does not contain.
     drawn.draw(&original.pool(2));
     let other = Cluster::builder().start_with(&newer());
     for server in [&cluster, &other] {
@@ -183,7 +183,7 @@ fn a_dump_that_is_restored_into_the_same_server_or_another_one() {
         let database = server.database();
         psql(&database, &plain);
         drawn.draw_in_copy(&database);
-        // Twice into the same database, which each time replaces what is there.
+        // Each restore into the same database replaces the one before.
         for _ in 0..2 {
             restore(&database, &["--clean", "--if-exists"]);
             drawn.draw_in_copy(&database);
@@ -191,7 +191,7 @@ fn a_dump_that_is_restored_into_the_same_server_or_another_one() {
     }
 }
 
-/// A nightly dump, a failover, and a disaster in the evening.
+/// The dump is older than two failovers of the original, and is then restored into a new server.
 #[test]
 fn a_dump_that_is_older_than_promotions_of_its_original() {
     let mut drawn = Drawn::default();
@@ -207,7 +207,7 @@ fn a_dump_that_is_older_than_promotions_of_its_original() {
         drawn.draw(&standby.endpoint("postgres").pool(2));
         primary = standby;
     }
-    // Where timelines begin at 1 again.
+    // The timelines of a new server begin at 1 again.
     let new = Cluster::start();
     for _ in 0..2 {
         let database = new.database();
@@ -227,7 +227,7 @@ fn a_template_that_is_copied() {
     drawn.draw_in_copy(&cluster.endpoint("copy"));
 }
 
-/// A physical backup cannot be told from its original.
+/// A physical backup has the identity of its original, so it is not found to be a copy.
 #[test]
 fn a_backup_that_is_started_as_it_is() {
     let mut drawn = Drawn::default();
@@ -260,7 +260,7 @@ fn an_upgrade_by_pg_upgrade() {
     drawn.draw(&standby.endpoint("postgres").pool(2));
 }
 
-/// A blue-green deployment.
+/// As in a blue-green deployment.
 #[test]
 fn a_move_by_logical_replication_to_a_newer_server() {
     let mut drawn = Drawn::default();
@@ -272,7 +272,7 @@ fn a_move_by_logical_replication_to_a_newer_server() {
         resource_control.fence, resource_control.installed_migration";
     for (name, tables) in [
         ("whole", "ALL TABLES".to_owned()),
-        // The table of the base is not replicated.
+        // In this round `token_base` is not replicated.
         ("parts", format!("TABLE {of_table}")),
     ] {
         conn.batch_execute(&format!("CREATE PUBLICATION {name} FOR {tables}"))
@@ -310,7 +310,7 @@ fn a_move_by_logical_replication_to_a_newer_server() {
             .batch_execute(&format!("DROP SUBSCRIPTION {name}"))
             .unwrap();
         drawn.draw_in_copy(&green);
-        // The old server keeps running for the second round.
+        // The second round begins with the old server again, whose tokens are smaller.
         drawn = Drawn::default();
     }
 }

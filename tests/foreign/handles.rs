@@ -1,9 +1,9 @@
-//! The handles of a pool with a manager of the application's own.
+//! Aliases of the handles for a pool whose manager is the application's own.
 
 macro_rules! handles {
     ($pool:ty: $($module:ident::$name:ident)*) => {
         pub(crate) type PgPool = $pool;
-        $(#[allow(dead_code)] // each crate uses a part
+        $(#[allow(dead_code)] // each test crate uses only some of them
         pub(crate) type $name = diesel_interlock::$module::$name<PgPool>;)*
     };
     ($pool:ty) => {

@@ -1,8 +1,9 @@
-//! The half of the crate under test: the asynchronous one, over the pool that the test program's module `pool` chooses.
+//! The half of the crate under test: the asynchronous one, over the pool that the test program's
+//! module `pool` chooses.
 //!
-//! A file of the suite takes from here what differs between the halves: the handles and their pool, [`wait`], the macros
-//! `reply!` and `work!`, and [`execute`]. Tests stay plain functions: each operation is driven from the thread of the test, on
-//! one runtime of the process.
+//! A file of the suite takes from here what differs between the halves: the handles and their pool,
+//! [`wait`], the macros `reply!` and `work!`, and [`execute`]. Tests stay plain functions: each
+//! operation is driven from the thread of the test, on one runtime of the process.
 #![allow(dead_code, unused_imports)] // each crate uses a part
 
 use std::future::poll_fn;
@@ -25,7 +26,8 @@ pub(crate) use crate::pool::*;
 
 pub(crate) type Conn = AsyncPgConnection;
 
-/// Whether the release of a dropped guard or permit is left to a task, so it may come a moment later.
+/// Whether the release of a dropped guard or permit is left to a task, so it may come a moment
+/// later.
 pub(crate) const IS_ASYNC: bool = true;
 
 /// The result of an operation.
@@ -52,7 +54,8 @@ macro_rules! work_of_tick {
     };
 }
 
-/// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
+/// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(())
+/// })`.
 #[macro_export]
 macro_rules! work {
     (|| $body:expr) => {
@@ -156,7 +159,8 @@ pub(crate) async fn polled<T>(times: usize, future: impl Future<Output = T>) -> 
     .await
 }
 
-/// Runs a future in a runtime of one thread, where no reply arrives within a poll, however the threads are scheduled.
+/// Runs a future in a runtime of one thread, where no reply arrives within a poll, however the
+/// threads are scheduled.
 pub(crate) fn block_on_one_thread<F: Future>(future: F) -> F::Output {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     runtime.enable_all().build().unwrap().block_on(future)
@@ -179,7 +183,8 @@ fn beside<T>(looping: impl Future<Output = ()> + Send, meanwhile: impl FnOnce() 
     })
 }
 
-/// Is a candidate during `meanwhile`. Each election calls `elected` with the token, and each term lasts until it is lost.
+/// Is a candidate during `meanwhile`. Each election calls `elected` with the token, and each term
+/// lasts until it is lost.
 pub(crate) fn while_it_leads<T>(
     leader: &Leader,
     pool: &PgPool,
@@ -196,7 +201,8 @@ pub(crate) fn while_it_leads<T>(
     beside(leads, meanwhile)
 }
 
-/// Runs the ticks of a schedule during `meanwhile`. A run gets its attempt, and returns whether it lasts until it is lost.
+/// Runs the ticks of a schedule during `meanwhile`. A run gets its attempt, and returns whether it
+/// lasts until it is lost.
 pub(crate) fn while_it_runs<T>(
     schedule: &Schedule,
     pool: &PgPool,

@@ -1,7 +1,8 @@
-//! The half of the crate under test: the blocking one, over r2d2. Which manager, the crate's `pool` says.
+//! The half of the crate under test: the blocking one, over r2d2. Which manager, the crate's `pool`
+//! says.
 //!
-//! A file of the suite takes from here what differs between the halves: the handles and their pool, [`wait`], the macros
-//! `reply!` and `work!`, and [`execute`].
+//! A file of the suite takes from here what differs between the halves: the handles and their pool,
+//! [`wait`], the macros `reply!` and `work!`, and [`execute`].
 #![allow(dead_code, unused_imports)] // each crate uses a part
 
 use std::time::Duration;
@@ -26,7 +27,8 @@ pub(crate) use crate::pool::*;
 
 pub(crate) type Conn = PgConnection;
 
-/// Whether the release of a dropped guard or permit is left to a task, so it may come a moment later.
+/// Whether the release of a dropped guard or permit is left to a task, so it may come a moment
+/// later.
 pub(crate) const IS_ASYNC: bool = false;
 
 /// The result of an operation.
@@ -53,7 +55,8 @@ macro_rules! work_of_tick {
     };
 }
 
-/// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
+/// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(())
+/// })`.
 #[macro_export]
 macro_rules! work {
     (|| $body:expr) => {
@@ -149,7 +152,8 @@ impl Drop for Ends {
     }
 }
 
-/// Is a candidate during `meanwhile`. Each election calls `elected` with the token, and each term lasts until it is lost.
+/// Is a candidate during `meanwhile`. Each election calls `elected` with the token, and each term
+/// lasts until it is lost.
 pub(crate) fn while_it_leads<T>(
     leader: &Leader,
     pool: &PgPool,
@@ -170,7 +174,8 @@ pub(crate) fn while_it_leads<T>(
     })
 }
 
-/// Runs the ticks of a schedule during `meanwhile`. A run gets its attempt, and returns whether it lasts until it is lost.
+/// Runs the ticks of a schedule during `meanwhile`. A run gets its attempt, and returns whether it
+/// lasts until it is lost.
 pub(crate) fn while_it_runs<T>(
     schedule: &Schedule,
     pool: &PgPool,

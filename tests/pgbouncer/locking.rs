@@ -1,4 +1,5 @@
-//! Behind a pooler, session locks are detected and refused, and transaction locks work.
+//! Behind PgBouncer: `check_exclusion`, session locks that are refused or reported as moved, and
+//! transaction locks.
 
 use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
@@ -13,7 +14,7 @@ const HELD: &str = "(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'
     AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";
 
 #[test]
-fn in_transaction_mode_session_locks_exclude_nobody() {
+fn in_transaction_mode_check_exclusion_finds_the_pooler() {
     let database = Database::new();
     for sessions in [1, 2] {
         let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, sessions);
@@ -26,7 +27,7 @@ fn in_transaction_mode_session_locks_exclude_nobody() {
 }
 
 #[test]
-fn in_session_mode_they_do() {
+fn in_session_mode_session_locks_exclude() {
     let database = Database::new();
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Session, 4);
     let pool = pool(&pooler, 2);
@@ -46,7 +47,7 @@ fn a_release_on_another_session_names_the_session_that_holds_the_lock_and_ends_n
     for lock in [&LOCK, &several] {
         let guard = lock.acquire(&pool).unwrap();
         let pid = guard.backend_pid();
-        // Another client works on that session meanwhile.
+        // Another client uses the session of the guard meanwhile.
         let mut others = [(); 2].map(|()| connect(&pooler));
         for other in &mut others {
             other.batch_execute("BEGIN").unwrap();
@@ -93,7 +94,7 @@ fn transaction_locks_work() {
 }
 
 #[test]
-fn in_statement_mode_session_locks_are_found_out_too_and_transactions_are_refused() {
+fn in_statement_mode_check_exclusion_finds_the_pooler_and_transactions_are_refused() {
     let database = Database::new();
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Statement, 2);
     assert!(matches!(

@@ -1,4 +1,4 @@
-//! Behind PgBouncer: what works, and how the rest is refused.
+//! What works behind PgBouncer, and how the rest is refused.
 //!
 //! Run by `scripts/test with pgbouncer`, which installs it.
 
@@ -12,7 +12,8 @@ use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel_interlock::PgPool;
 use workbench::{Endpoint, PgBouncer};
 
-/// PgBouncer before 1.21 does not support prepared statements.
+/// Switches prepared statements off behind PgBouncer before 1.21, which does not support them in
+/// transaction mode.
 #[derive(Debug)]
 struct NoStatementCache;
 
@@ -41,7 +42,8 @@ fn connect(pooler: &Endpoint) -> PgConnection {
     conn
 }
 
-/// Whether diesel-async, whose statements are always prepared, works behind this pooler in transaction mode.
+/// Whether diesel-async, whose statements are always prepared, works behind this pooler in
+/// transaction mode.
 #[cfg(feature = "deadpool")]
 fn follows_prepared_statements() -> bool {
     let follows = PgBouncer::follows_prepared_statements();
@@ -54,7 +56,8 @@ fn follows_prepared_statements() -> bool {
     follows
 }
 
-/// Makes a pooler with two sessions use the other session next.
+/// Makes a pooler with two sessions serve the next client on the other session: it lends the
+/// session that was freed last.
 fn turn_sessions(pooler: &Endpoint) {
     let [mut last, mut next] = [(); 2].map(|()| pooler.connect());
     last.batch_execute("BEGIN").unwrap();
@@ -83,7 +86,7 @@ fn free(conn: &mut PgConnection, pid: i32) {
     conn.batch_execute(&format!("SELECT pg_terminate_backend({pid})"))
         .unwrap();
     while is_held_by(conn, pid) {
-        assert!(std::time::Instant::now() < end, "it is still held");
+        assert!(std::time::Instant::now() < end, "the lock is still held");
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }

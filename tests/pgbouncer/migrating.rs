@@ -44,7 +44,7 @@ fn twenty_instances_install_through_a_pooler_in_transaction_mode() {
     assert_eq!(number(conn, LOCKS), 0);
 }
 
-/// Counts the warnings of the thread.
+/// Counts the warnings that are logged on this thread.
 struct Warnings(Arc<AtomicUsize>);
 
 impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Warnings {
@@ -133,7 +133,7 @@ fn migrations_that_moved_to_another_session_are_an_error_that_names_the_session_
 
 #[cfg(feature = "deadpool")]
 #[test]
-fn asynchronous_ones_are_an_error_that_names_the_session_with_the_lock() {
+fn asynchronous_migrations_that_moved_are_an_error_that_names_the_session_with_the_lock() {
     if !crate::follows_prepared_statements() {
         return;
     }
@@ -148,7 +148,8 @@ fn asynchronous_ones_are_an_error_that_names_the_session_with_the_lock() {
     assert_moved(&moved, &mut database.connect());
 }
 
-/// Asserts that the error names the session that holds the lock, and terminates it, as the error advises.
+/// Asserts that the error names the session that holds the lock, and terminates it, as the error
+/// advises.
 #[track_caller]
 fn assert_moved<T: fmt::Debug>(
     moved: &std::result::Result<T, Error>,
@@ -162,7 +163,7 @@ fn assert_moved<T: fmt::Debug>(
 }
 
 #[test]
-fn a_pooler_in_session_mode_does_for_migrations() {
+fn migrations_run_through_a_pooler_in_session_mode() {
     let database = Database::new();
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Session, 4);
     let ran = migrations::run_pending(&mut connect(&pooler), Turning(pooler.clone()));

@@ -1,4 +1,5 @@
-//! In transaction mode, everything but session locks works, although each statement may run on another session.
+//! In transaction mode, everything but session locks works, although each statement may run on
+//! another session.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
@@ -20,7 +21,8 @@ const TIMEOUT: Duration = Duration::from_secs(12);
 const RENEWED: &str = "(SELECT count(*) FROM resource_control.service_request
     WHERE service = 'import' AND expires_at > created_at + interval '13 s')";
 
-/// Uses each primitive of a half from eight threads, over a pool of four connections and a pooler with two sessions.
+/// Uses each primitive of a half from eight threads, over a pool of four connections and a pooler
+/// with two sessions.
 macro_rules! everything_but_session_locks {
     ($($half:ident)::+, $database:expr, $pool:expr, $wait:path, $work:expr, $once:expr) => {{
         use $($half)::+::{RateLimit, Schedule, Semaphore, Throttle};
@@ -54,7 +56,7 @@ macro_rules! everything_but_session_locks {
         assert_eq!(granted.into_inner(), 1);
         assert_eq!(allowed.into_inner(), 5);
         let look = || $wait(CLEAN.run_due(&pool, every(Duration::from_micros(1)), $work)).unwrap();
-        assert!(matches!(look(), RunDue::Later(_)), "it is first seen");
+        assert!(matches!(look(), RunDue::Later(_)), "a first look registers the schedule");
         assert_eq!(look(), RunDue::Ran);
         assert!($once(&pool).unwrap().is_first());
         assert!(!$once(&pool).unwrap().is_first());
@@ -68,7 +70,7 @@ macro_rules! everything_but_session_locks {
 }
 
 #[test]
-fn the_blocking_half() {
+fn in_transaction_mode_the_blocking_half_works() {
     let database = Database::new();
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 2);
     everything_but_session_locks!(
@@ -84,10 +86,10 @@ fn the_blocking_half() {
     );
 }
 
-/// Its statements are always prepared, so it needs a pooler that supports them.
+/// diesel-async always prepares its statements, so the pooler must support them.
 #[cfg(feature = "deadpool")]
 #[test]
-fn the_asynchronous_half() {
+fn in_transaction_mode_the_asynchronous_half_works() {
     if !crate::follows_prepared_statements() {
         return;
     }
@@ -139,12 +141,12 @@ fn work_that_is_begun_keeps_its_session_until_it_is_finished_or_dropped() {
     assert_eq!(number(observer, "(SELECT count(*) FROM effect)"), 20);
 }
 
-/// Another client uses the session that is free.
+/// Lets another client use the free session, so that the pooler would lend that one next.
 fn turn_sessions_of_one(pooler: &workbench::Endpoint) {
     pooler.connect().batch_execute("BEGIN; COMMIT").unwrap();
 }
 
-/// A manager that does not notice that a connection is to be discarded.
+/// A manager that does not notice that a connection is marked as broken.
 #[derive(Debug)]
 struct Unnoticing(String);
 
@@ -168,7 +170,9 @@ impl ManageConnection for Unnoticing {
     }
 }
 
-/// The statement that ends the session of a discarded connection ends that of the pooler which serves it, and of nobody else.
+/// The crate ends the session of a discarded connection by a statement over that connection. Behind
+/// the pooler, this must end the session that serves the statement, and not a session of another
+/// client.
 #[test]
 fn a_discarded_connection_of_a_manager_that_does_not_notice_ends_the_session_of_no_other_client() {
     const LIMIT: RateLimit<Pool<Unnoticing>> = RateLimit::named("api", Quota::per_day(1000));

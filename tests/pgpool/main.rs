@@ -1,4 +1,5 @@
-//! Behind pgpool-II, which sends read-only statements to a standby: session locks exclude, and their release frees them.
+//! Behind pgpool-II, which sends read-only statements to a standby: session locks exclude, and
+//! their release frees them.
 //!
 //! Run by `scripts/test with pgpool`, which installs it.
 
@@ -13,10 +14,10 @@ use diesel_interlock::{
 };
 use workbench::{Cluster, Database, Pgpool};
 
-/// How long a wait may take for a lock that is about to be free.
+/// The timeout of a wait for a lock that is soon free.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The sessions that hold, or wait for, an advisory lock in the database.
+/// The numbers of sessions that hold an advisory lock of the database, and that wait for one.
 const HELD: &str = "(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted
     AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";
 const WAITING: &str = "(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
@@ -25,7 +26,8 @@ const WAITING: &str = "(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory
 const TAKE: &str = "SELECT pg_advisory_lock(4711)";
 const LET_GO: &str = "SELECT pg_advisory_unlock(4711)";
 
-/// A primary, its standby, and the pooler before both. Fields are dropped from the first to the last.
+/// A primary, its standby, and the pooler in front of both. The order of the fields is the order in
+/// which they are dropped.
 struct Replicated {
     pooler: Pgpool,
     database: Database,
@@ -42,7 +44,7 @@ impl Replicated {
         assert_eq!(
             number(&mut pooler.connect(), STANDBY),
             1,
-            "what only reads goes to the standby"
+            "pgpool does not send a read-only statement to the standby"
         );
         Self {
             pooler,
@@ -53,7 +55,8 @@ impl Replicated {
     }
 }
 
-/// Whether a standby answers. Both functions are stable.
+/// 1 if a standby executes the statement. pgpool takes it for read-only, because the function is
+/// stable.
 const STANDBY: &str = "(current_setting('transaction_read_only') = 'on')::int::bigint";
 
 /// The number that an SQL expression returns.
@@ -71,7 +74,8 @@ fn until(what: &str, mut happened: impl FnMut() -> bool) {
     }
 }
 
-/// Ten times: waits for a lock that another session holds, gets it, checks that others are refused, and releases it.
+/// Ten times: waits for a lock that another session holds, gets it, checks that others are refused,
+/// and releases it.
 macro_rules! a_lock_that_was_waited_for_is_free_after_its_release {
     ($($half:ident)::+, $pool:ident, $wait:path) => {{
         const LOCK: $($half)::+::AdvisoryLock =
@@ -90,8 +94,8 @@ macro_rules! a_lock_that_was_waited_for_is_free_after_its_release {
                     let is_busy = $wait(LOCK.try_acquire(&pool)).map(|attempt| attempt.is_busy());
                     (is_held, is_busy, $wait(guard.release()))
                 });
-                until("it is waited for", || number(observer, WAITING) == 1);
-                assert!(!waiter.is_finished(), "it is held");
+                until("the lock is awaited", || number(observer, WAITING) == 1);
+                assert!(!waiter.is_finished(), "the wait ended while the lock was held");
                 holder.batch_execute(LET_GO).unwrap();
                 let (is_held, is_busy, released) = waiter.join().unwrap();
                 (is_held, is_busy, released, number(observer, HELD))
@@ -123,7 +127,7 @@ fn an_asynchronous_lock_that_was_waited_for_is_free_after_its_release() {
     );
 }
 
-/// As above, for a lock that is free at the first try.
+/// Acquires a lock that is free, checks that others are refused, and releases it.
 macro_rules! a_free_lock_is_taken_at_once_and_refused_to_others {
     ($($half:ident)::+, $pool:ident, $wait:path) => {{
         const LOCK: $($half)::+::AdvisoryLock =
@@ -167,7 +171,7 @@ fn a_free_asynchronous_lock_is_taken_at_once_and_refused_to_others() {
 }
 
 #[test]
-fn the_exclusion_of_its_session_locks_is_found() {
+fn check_exclusion_finds_that_session_locks_exclude() {
     let replicated = Replicated::start();
     let pool = replicated.pooler.pool(2);
     check_exclusion(&pool).unwrap();
@@ -175,7 +179,7 @@ fn the_exclusion_of_its_session_locks_is_found() {
 }
 
 #[test]
-fn everything_else_works() {
+fn the_other_primitives_work() {
     const HOUR: Duration = Duration::from_secs(3600);
     static LOCK: AdvisoryLock = AdvisoryLock::named("ledger");
     static REBUILD: Throttle = Throttle::named("rebuild", HOUR);

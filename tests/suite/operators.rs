@@ -380,9 +380,9 @@ fn no_operation_uses_an_operator_of_another_role() {
                         });
                     });
                     eventually("the lock is awaited", || {
-                        let mut look = database.connect();
-                        run(&mut look, "SET search_path = pg_catalog, pg_temp");
-                        let all = Lock::of(waited.lock_key()).load(&mut look).unwrap();
+                        let mut admin = database.connect();
+                        run(&mut admin, "SET search_path = pg_catalog, pg_temp");
+                        let all = Lock::of(waited.lock_key()).load(&mut admin).unwrap();
                         all.iter().any(|it| !it.is_held)
                     });
                     drop(holder);

@@ -4,7 +4,8 @@ use std::sync::OnceLock;
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 
-/// The current export. The first call installs the recorder, so call it before the operations to be counted.
+/// The current export. The first call installs the recorder, so call it before the operations to be
+/// counted.
 pub(crate) fn exported() -> String {
     static EXPORTER: OnceLock<PrometheusHandle> = OnceLock::new();
     EXPORTER

@@ -143,7 +143,8 @@ impl Observer {
         );
     }
 
-    /// Asserts that the lock becomes free: PostgreSQL frees it a moment after its session has ended.
+    /// Asserts that the lock becomes free: PostgreSQL frees it a moment after its session has
+    /// ended.
     #[track_caller]
     pub(crate) fn assert_free(&mut self, key: &LockKey) {
         eventually("the lock is free", || self.holders(key) == 0);
@@ -230,7 +231,8 @@ pub(crate) fn foreign_try(conn: &mut PgConnection, key: &LockKey) -> bool {
     )
 }
 
-/// Asserts that the pool opens all its connections, and that none holds a lock or is in a transaction.
+/// Asserts that the pool opens all its connections, and that none holds a lock or is in a
+/// transaction.
 #[track_caller]
 pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     wait(on_all(pool, "SELECT 1")).unwrap();
@@ -261,7 +263,8 @@ pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A pool of one connection and a short timeout. The connection is open already, because opening it may take longer.
+/// A pool of one connection and a short timeout. The connection is open already, because opening it
+/// may take longer.
 pub(crate) fn impatient_pool(database: &Database, patience: Duration) -> PgPool {
     let pool = make_pool(&database.url(), 1, patience);
     let none = Semaphore::named("none", 1, Duration::from_secs(60));
@@ -272,7 +275,8 @@ pub(crate) fn impatient_pool(database: &Database, patience: Duration) -> PgPool 
     pool
 }
 
-/// Asserts a condition after a drop: at once in the blocking half, and soon in the other, where a drop leaves work to a task.
+/// Asserts a condition after a drop: at once in the blocking half, and soon in the other, where a
+/// drop leaves work to a task.
 #[track_caller]
 pub(crate) fn assert_after_drop(what: &str, mut is_so: impl FnMut() -> bool) {
     if IS_ASYNC {

@@ -5,7 +5,8 @@ use std::process::{Child, Command, Stdio};
 
 use workbench::Database;
 
-/// A child process that runs one test of this program, with an environment variable. Dropping kills it.
+/// A child process that runs one test of this program, with an environment variable. Dropping kills
+/// it.
 pub(crate) struct Process(Child);
 
 impl Process {

@@ -1,4 +1,5 @@
-//! Over TLS, too, a crash of the process or the drop of a guard frees the lock, even while a statement runs.
+//! Over TLS, too, a crash of the process or the drop of a guard frees the lock, even while a
+//! statement runs.
 
 use std::env;
 use std::process::{Command, Stdio};
@@ -22,9 +23,9 @@ const IS_FREE: &str =
     "NOT EXISTS (SELECT FROM pg_locks JOIN pg_database ON database = pg_database.oid
     WHERE locktype = 'advisory' AND datname = current_database())";
 
-/// Polls until the condition holds, for much less time than the work takes.
+/// Waits until the condition is true, for much less time than the work takes.
 #[track_caller]
-fn soon(observer: &mut PgConnection, condition: &str) {
+fn wait_until(observer: &mut PgConnection, condition: &str) {
     let end = Instant::now() + Duration::from_secs(30);
     while !is(observer, condition) {
         assert!(Instant::now() < end, "not yet: {condition}");
@@ -32,7 +33,8 @@ fn soon(observer: &mut PgConnection, condition: &str) {
     }
 }
 
-/// Runs the same test in a child process, which takes a lock and works, and kills that process during its work.
+/// Runs the same test in a child process, which takes a lock and works, and kills that process
+/// during its work.
 fn crash(test: &str, take_and_work: impl FnOnce(&Endpoint)) {
     if let Ok(url) = env::var(URL) {
         return take_and_work(&Endpoint::new(&url));
@@ -45,10 +47,10 @@ fn crash(test: &str, take_and_work: impl FnOnce(&Endpoint)) {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    soon(observer, WORKS);
+    wait_until(observer, WORKS);
     process.kill().unwrap();
     process.wait().unwrap();
-    soon(observer, IS_FREE);
+    wait_until(observer, IS_FREE);
 }
 
 #[test]
@@ -100,11 +102,11 @@ fn a_guard_that_is_dropped_behind_a_running_statement_frees_the_lock_soon() {
                     }
                 };
                 tokio::select! {
-                    _ = guard.conn().batch_execute(WORK) => panic!("it has ended"),
+                    _ = guard.conn().batch_execute(WORK) => panic!("the work has ended"),
                     () = asleep => {}
                 }
                 drop(guard);
-                soon(observer, IS_FREE);
+                wait_until(observer, IS_FREE);
             });
         };
     }

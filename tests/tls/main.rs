@@ -13,14 +13,15 @@ use diesel::prelude::*;
 use diesel::sql_types::Bool;
 use workbench::{Cluster, Database, Endpoint, RoundTrips};
 
-/// A database of the server that the tests share. Its own endpoint, for observers, is without TLS.
+/// A database of the server with TLS, which the tests share. The endpoint of the database itself,
+/// for observers, is without TLS.
 fn database() -> Database {
     static CLUSTER: OnceLock<Cluster> = OnceLock::new();
     let cluster = CLUSTER.get_or_init(|| Cluster::builder().tls().start());
     cluster.database()
 }
 
-/// A network on which a round trip takes 60 ms.
+/// A proxy over which a round trip takes 60 ms.
 fn far_away(server: &Endpoint) -> RoundTrips {
     let proxy = RoundTrips::in_front_of_tls(server);
     proxy.set_delay(Duration::from_millis(60), Duration::ZERO);

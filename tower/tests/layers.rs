@@ -58,13 +58,13 @@ impl Setup {
             .unwrap()
     }
 
-    /// How many rows the handlers have written, and how many responses are stored.
-    fn done(&self) -> (i64, i64) {
+    /// The number of rows that handlers have written, and of stored responses.
+    fn effects_and_responses(&self) -> (i64, i64) {
         let of = |table: &str| self.count(&format!("(SELECT count(*) FROM {table})"));
         (of("effect"), of("resource_control.once"))
     }
 
-    /// The session of the pool, which has one.
+    /// The pid of the session of the pool, which has one connection.
     async fn session(&self) -> i32 {
         use diesel_async::RunQueryDsl;
         let pid = diesel::dsl::sql::<diesel::sql_types::Integer>("pg_backend_pid()");
@@ -160,7 +160,7 @@ async fn write(work: &Work) {
     locked.conn().batch_execute(INSERT).await.unwrap();
 }
 
-/// Writes, and replies with a number that no other reply has.
+/// Writes a row, and replies with a number that no other reply has.
 async fn created(Extension(work): Extension<Work>, body: String) -> Response<Body> {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     write(&work).await;
@@ -187,21 +187,25 @@ fn a_repetition_gets_the_stored_response_and_has_no_effect() {
             for name in ["location", "content-type", "content-length"] {
                 assert_eq!(again.field(name), first.field(name));
             }
-            assert_eq!(again.field("set-cookie"), "", "it is not on the list");
+            assert_eq!(
+                again.field("set-cookie"),
+                "",
+                "the header is not on the allow-list"
+            );
         }
-        assert_eq!(setup.done(), (1, 1));
-        // Another request under the same key: its body, or its path.
+        assert_eq!(setup.effects_and_responses(), (1, 1));
+        // Another request under the same key differs in its body, or in its path.
         charge(&address, "k", "9900")
             .await
             .is(422, "the key was used for another request");
         let other = request("/?a", "a", "k", "4200");
         assert_eq!(send(&address, other).await.unwrap().status.as_u16(), 422);
-        assert_eq!(setup.done(), (1, 1));
+        assert_eq!(setup.effects_and_responses(), (1, 1));
     });
 }
 
 #[test]
-fn no_two_pairs_of_a_client_and_a_key_are_one() {
+fn different_pairs_of_client_and_key_do_not_collide() {
     block_on(async {
         let setup = Setup::new(1);
         let address = serve(Router::new().route("/", post(created)).layer(setup.layer())).await;
@@ -218,13 +222,13 @@ fn no_two_pairs_of_a_client_and_a_key_are_one() {
                 .await
                 .unwrap();
             assert_eq!(reply.status, StatusCode::CREATED, "{client:?} {key:?}");
-            assert_eq!(setup.done(), (number, number));
+            assert_eq!(setup.effects_and_responses(), (number, number));
         }
     });
 }
 
 #[test]
-fn while_the_first_one_is_at_work_a_twin_is_409_and_later_gets_its_response() {
+fn while_the_first_request_is_at_work_a_twin_is_409_and_later_gets_its_response() {
     block_on(async {
         let setup = Setup::new(2);
         let (is_inside, may_end) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
@@ -251,12 +255,12 @@ fn while_the_first_one_is_at_work_a_twin_is_409_and_later_gets_its_response() {
         may_end.notify_one();
         first.await.unwrap().is(200, "done");
         charge(&address, "k", "1").await.is(200, "done");
-        assert_eq!(setup.done(), (1, 1));
+        assert_eq!(setup.effects_and_responses(), (1, 1));
     });
 }
 
 #[test]
-fn of_many_twins_at_once_one_has_an_effect() {
+fn of_many_concurrent_twins_one_has_an_effect() {
     block_on(async {
         let setup = Setup::new(4);
         let address = serve(Router::new().route("/", post(created)).layer(setup.layer())).await;
@@ -284,30 +288,33 @@ fn of_many_twins_at_once_one_has_an_effect() {
                 .iter()
                 .all(|reply| reply.0 == 201 && *reply == replies[0])
         );
-        assert_eq!(setup.done(), (1, 1));
+        assert_eq!(setup.effects_and_responses(), (1, 1));
     });
 }
 
-/// What is rolled back after a drop has two seconds for its reply, and then its connection is closed.
+/// Whether the connection may have been replaced: a rollback after a drop waits two seconds for its
+/// reply, and then closes the connection.
 fn is_slow(began: Instant) -> bool {
     began.elapsed() > Duration::from_secs(2)
 }
 
-/// The first request leaves nothing, and the next one with its key has its effect, on the same session.
+/// Sends a request that fails, and asserts that it has no effect. Asserts that the next request
+/// with the same key has its effect, on the same session.
 async fn assert_undone(router: impl Fn(bool) -> Router, setup: &Setup, first: Option<u16>) {
     let (fails, works) = (serve(router(true)).await, serve(router(false)).await);
     let (session, began) = (setup.session().await, Instant::now());
     let reply = send(&fails, request("/", "a", "k", "1")).await;
     assert_eq!(reply.map(|reply| reply.status.as_u16()), first);
     assert!(drain(Duration::from_secs(60)).await);
-    assert_eq!(setup.done(), (0, 0));
+    assert_eq!(setup.effects_and_responses(), (0, 0));
     assert_eq!(charge(&works, "k", "1").await.status.as_u16(), 201);
-    assert_eq!(setup.done(), (1, 1));
+    assert_eq!(setup.effects_and_responses(), (1, 1));
     let is_same = setup.session().await == session;
-    assert!(is_same || is_slow(began), "it was replaced");
+    assert!(is_same || is_slow(began), "the session was replaced");
 }
 
-/// The handler, or one that writes and then fails.
+/// Returns the router for `true` with a handler that writes and then fails, and for `false` with
+/// one that succeeds.
 fn failing<F: Future<Output = Response<Body>> + Send + 'static>(
     setup: &Setup,
     fails: impl Fn(Work) -> F + Clone + Send + Sync + 'static,
@@ -359,7 +366,7 @@ fn a_status_below_500_is_stored() {
                 .await
                 .is(402, "the card is declined");
         }
-        assert_eq!(setup.done(), (1, 1));
+        assert_eq!(setup.effects_and_responses(), (1, 1));
     });
 }
 
@@ -373,7 +380,7 @@ fn a_panic_is_rolled_back() {
 }
 
 #[test]
-fn a_response_that_is_too_large_or_breaks_off_is_rolled_back() {
+fn a_response_that_is_too_large_or_ends_early_is_rolled_back() {
     block_on(async {
         let setup = Setup::new(1);
         let router = failing(&setup, |_| async { status(201, "x".repeat(1001)) });
@@ -396,13 +403,13 @@ fn a_statement_that_has_failed_is_not_committed() {
         let router = failing(&setup, |work| async move {
             let mut locked = work.lock().await.unwrap();
             assert!(locked.conn().batch_execute("SELECT 1/0").await.is_err());
-            status(400, "hides it")
+            status(400, "the error is hidden")
         });
         assert_undone(router, &setup, Some(500)).await;
     });
 }
 
-/// And its session serves the next request.
+/// The session serves the next request.
 #[test]
 fn a_client_that_hangs_up_is_rolled_back() {
     block_on(async {
@@ -413,7 +420,7 @@ fn a_client_that_hangs_up_is_rolled_back() {
             failing(&setup, move |work| {
                 let is_inside = is_inside.clone();
                 async move {
-                    // A handler may have started something that knows the transaction, too.
+                    // A task that the handler has spawned may still have the transaction.
                     tokio::spawn(async move {
                         let _work = work;
                         std::future::pending::<()>().await;
@@ -433,13 +440,13 @@ fn a_client_that_hangs_up_is_rolled_back() {
             is_inside.notified().await;
             waiting.abort();
             let _ = waiting.await;
-            // The pool has one connection.
+            // The pool has one connection, so this waits until it is back.
             let is_same = setup.session().await == session;
-            assert!(is_same || is_slow(began), "it was replaced");
+            assert!(is_same || is_slow(began), "the session was replaced");
         }
         let address = serve(router(false)).await;
         assert_eq!(charge(&address, "k", "1").await.status.as_u16(), 201);
-        assert_eq!(setup.done(), (1, 1));
+        assert_eq!(setup.effects_and_responses(), (1, 1));
     });
 }
 
@@ -454,11 +461,12 @@ fn a_handler_may_ignore_the_connection() {
         for _ in 0..2 {
             charge(&address, "k", "1").await.is(200, "done");
         }
-        assert_eq!(setup.done(), (0, 1));
+        assert_eq!(setup.effects_and_responses(), (0, 1));
     });
 }
 
-/// What it still does there is rolled back, and what comes later is refused.
+/// Statements of the spawned task before the end of the request are rolled back, and later ones are
+/// refused.
 #[test]
 fn a_handler_that_keeps_the_connection_is_rolled_back() {
     block_on(async {
@@ -476,7 +484,8 @@ fn a_handler_that_keeps_the_connection_is_rolled_back() {
                         drop(locked);
                         assert!(work.lock().await.is_err());
                         got.notify_one();
-                        // The connection is back in its pool, although this still has the transaction.
+                        // The connection is back in its pool, although this task still has the
+                        // transaction.
                         std::future::pending::<()>().await;
                         drop(work);
                     });
@@ -489,7 +498,7 @@ fn a_handler_that_keeps_the_connection_is_rolled_back() {
         kept.notify_one();
         got.notified().await;
         assert!(drain(Duration::from_secs(60)).await);
-        assert_eq!(setup.done(), (0, 0));
+        assert_eq!(setup.effects_and_responses(), (0, 0));
         let address = serve(router(false)).await;
         assert_eq!(charge(&address, "k", "1").await.status.as_u16(), 201);
     });
@@ -538,7 +547,7 @@ fn streamed_bodies_are_collected_in_both_directions() {
                 .unwrap()
                 .is(200, &"cd".repeat(50));
         }
-        assert_eq!(setup.done(), (1, 1));
+        assert_eq!(setup.effects_and_responses(), (1, 1));
     });
 }
 
@@ -557,7 +566,7 @@ fn a_request_that_is_too_large_is_refused_before_the_work() {
         );
         let streamed = request("/", "a", "k", "").map(|_| Frames::<Infallible>::new(101, b"x"));
         assert_eq!(send(&address, streamed).await.unwrap().status.as_u16(), 413);
-        assert_eq!(setup.done(), (0, 0));
+        assert_eq!(setup.effects_and_responses(), (0, 0));
         assert_eq!(
             charge(&address, "k", &"x".repeat(50)).await.status.as_u16(),
             201
@@ -601,23 +610,23 @@ fn a_key_that_is_not_valid_is_400() {
         for request in [request("/", "a", &"x".repeat(1001), "1"), empty, two] {
             assert_eq!(send(&address, request).await.unwrap().status.as_u16(), 400);
         }
-        assert_eq!(setup.done(), (0, 0));
+        assert_eq!(setup.effects_and_responses(), (0, 0));
     });
 }
 
 #[test]
-fn what_another_program_has_stored_under_a_key_is_500() {
+fn an_outcome_that_another_program_has_stored_is_500() {
     block_on(async {
         let setup = Setup::new(1);
         let address = serve(Router::new().route("/", post(created)).layer(setup.layer())).await;
         setup.sql("INSERT INTO resource_control.once VALUES ('charge', '1 a k', 'done')");
         assert_eq!(charge(&address, "k", "1").await.status.as_u16(), 500);
-        assert_eq!(setup.done(), (0, 1));
+        assert_eq!(setup.effects_and_responses(), (0, 1));
     });
 }
 
 #[test]
-fn a_limit_is_on_each_response_and_429_beyond_it() {
+fn each_response_has_the_limit_and_beyond_it_a_request_is_429() {
     block_on(async {
         let setup = Setup::new(2);
         let layer = RateLimitLayer::new((API.clone(), setup.pool.clone()), client);
@@ -648,7 +657,7 @@ fn a_limit_is_on_each_response_and_429_beyond_it() {
 }
 
 #[test]
-fn a_local_limit_fits_too() {
+fn a_local_limit_works_in_the_layer() {
     block_on(async {
         let setup = Setup::new(2);
         let layer = RateLimitLayer::new(API.local(setup.pool.clone(), 2), client);
@@ -663,10 +672,10 @@ fn a_local_limit_fits_too() {
 }
 
 #[test]
-fn while_the_database_is_away_it_is_503_or_let_through() {
+fn during_an_outage_a_request_is_503_or_let_through() {
     block_on(async {
         let setup = Setup::new(1);
-        // Nobody listens there.
+        // A port on which nobody listens.
         let away = {
             let port = TcpListener::bind("127.0.0.1:0")
                 .await
@@ -695,7 +704,7 @@ fn while_the_database_is_away_it_is_503_or_let_through() {
         let reply = charge(&address, "k", "1").await;
         reply.is(200, "0");
         assert_eq!(reply.field("ratelimit"), "");
-        // A mistake is none of these.
+        // A missing schema is not an outage, so the request is not let through.
         setup.sql("DROP SCHEMA resource_control CASCADE");
         let layer = RateLimitLayer::new((API.clone(), setup.pool.clone()), client);
         let address = serve(router().layer(layer.let_through_if_away())).await;
@@ -703,7 +712,8 @@ fn while_the_database_is_away_it_is_503_or_let_through() {
     });
 }
 
-/// As those of tower that limit concurrency: a clone is not ready, and only what was found ready may be called.
+/// As those of tower that limit concurrency: a clone is not ready, and only what was found ready
+/// may be called.
 #[derive(Default)]
 struct OnceReady(bool);
 

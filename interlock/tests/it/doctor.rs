@@ -1,5 +1,5 @@
-//! `interlock doctor` in spoiled set-ups: each is named, and its remedy is pasted, after which it
-//! is named no more.
+//! `interlock doctor` in set-ups that a test has broken: it reports each fault, and no longer
+//! reports the fault after its remedy was executed.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -13,7 +13,7 @@ use workbench::{Cluster, Database, Endpoint, RoundTrips, StopMode};
 use crate::support::doctor::*;
 use crate::support::*;
 
-/// A server, or a pooler, that lets clients in and then says nothing.
+/// A server, or a pooler, that accepts clients and then sends nothing.
 fn silent_server() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!(
@@ -24,7 +24,7 @@ fn silent_server() -> String {
         let mut clients = Vec::new();
         while let Ok((mut client, _)) = listener.accept() {
             let _ = client.read(&mut [0; 1024]);
-            // That the client is who it says, and may send its statements.
+            // AuthenticationOk and ReadyForQuery.
             let _ = client.write_all(b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I");
             clients.push(client);
         }
@@ -32,9 +32,9 @@ fn silent_server() -> String {
     url
 }
 
-/// It takes the half minute that a reply may take, here beside the tests that take longest.
+/// Takes half a minute, which is how long the program waits for a reply.
 #[test]
-fn a_database_that_is_silent_is_not_waited_for_forever() {
+fn a_silent_database_is_not_waited_for_forever() {
     let url = &silent_server();
     let lines = ["ps", "doctor", "kill x --yes", "run x --wait 1s -- true"];
     let all = lines.map(|line| Running::start(&mut interlock(url, line)));
@@ -46,7 +46,7 @@ fn a_database_that_is_silent_is_not_waited_for_forever() {
 }
 
 #[test]
-fn nothing_is_wrong_with_locks_alone_or_with_the_whole_schema() {
+fn a_good_set_up_has_no_faults_without_and_with_the_schema() {
     let cluster = healthy();
     let database = cluster.database();
     for _ in 0..2 {
@@ -69,7 +69,7 @@ fn nothing_is_wrong_with_locks_alone_or_with_the_whole_schema() {
 }
 
 #[test]
-fn strict_is_a_status_for_warnings() {
+fn with_strict_a_warning_is_a_failure() {
     let cluster = healthy();
     let database = cluster.database();
     Session::of(&database).sql(&format!(
@@ -81,7 +81,7 @@ fn strict_is_a_status_for_warnings() {
 }
 
 #[test]
-fn nothing_is_said_twice_also_of_a_standby() {
+fn each_fault_is_reported_once_also_on_a_standby() {
     let cluster = healthy();
     let latin = Database::with_encoding("LATIN1");
     let standby = cluster.standby();
@@ -111,24 +111,24 @@ fn nothing_is_said_twice_also_of_a_standby() {
     }
 }
 
-/// Spoils an installed schema in one way after the other. Each is named by a word, and repaired by
-/// what is pasted.
+/// Breaks an installed schema in one way after the other. Asserts that `doctor` reports each fault
+/// by the word, and that its remedy repairs the fault.
 #[track_caller]
-fn repaired(spoils: &[(&str, &str)]) {
+fn assert_repaired(faults: &[(&str, &str)]) {
     let cluster = healthy();
     let database = cluster.database();
     let url = &database.url();
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
-    for (spoil, word) in spoils {
-        session.sql(spoil);
+    for (fault, word) in faults {
+        session.sql(fault);
         let mut status = remedied(url, url, "", "fail", word);
-        // The views of which a column was one went with it.
+        // CASCADE has dropped the views that have the column.
         if status == Some(1) && *word == LACKS_COLUMN {
             status = remedied(url, url, "", "fail", "lacks ");
         }
-        assert_eq!(status, Some(0), "{spoil}");
+        assert_eq!(status, Some(0), "{fault}");
     }
     migrations::check(&database.pool(1)).unwrap();
 }
@@ -137,7 +137,7 @@ const LACKS_COLUMN: &str = "lacks the column";
 
 #[test]
 fn functions_that_were_changed_are_repaired() {
-    repaired(&[
+    assert_repaired(&[
         (
             "CREATE OR REPLACE FUNCTION resource_control.pass_fence(name text, token bigint)
                 RETURNS boolean
@@ -162,7 +162,7 @@ fn functions_that_were_changed_are_repaired() {
 
 #[test]
 fn tables_and_views_that_were_changed_are_repaired() {
-    repaired(&[
+    assert_repaired(&[
         ("DROP VIEW resource_control.leader", "lacks leader"),
         ("DROP TABLE resource_control.fence", "lacks fence"),
         (
@@ -184,7 +184,7 @@ fn tables_and_views_that_were_changed_are_repaired() {
 
 #[test]
 fn columns_that_were_dropped_are_repaired() {
-    repaired(&[
+    assert_repaired(&[
         (
             "ALTER TABLE resource_control.throttle DROP details CASCADE",
             LACKS_COLUMN,
@@ -200,9 +200,9 @@ fn columns_that_were_dropped_are_repaired() {
     ]);
 }
 
-/// What breaks a promise of the schema, and the word by which `doctor` names it.
+/// Each fault breaks a promise of the schema. `doctor` reports it by the word.
 #[test]
-fn what_is_not_as_installed_is_named_and_cured() {
+fn objects_that_are_not_as_installed_are_reported_and_repaired() {
     let cluster = healthy();
     let database = cluster.database();
     let url = &database.url();
@@ -214,7 +214,7 @@ fn what_is_not_as_installed_is_named_and_cured() {
         "CREATE FUNCTION ignore() RETURNS trigger LANGUAGE plpgsql
         AS 'BEGIN RETURN NULL; END'",
     );
-    for (spoil, level, word) in [
+    for (fault, level, word) in [
         ("TABLE once SET UNLOGGED", "fail", "once is UNLOGGED"),
         (
             "TABLE service_request SET UNLOGGED",
@@ -303,28 +303,28 @@ fn what_is_not_as_installed_is_named_and_cured() {
             "the trigger ignore on resource_control.fence",
         ),
     ] {
-        session.sql(&match spoil.split_once(' ') {
+        session.sql(&match fault.split_once(' ') {
             Some((kind @ ("TABLE" | "VIEW" | "SEQUENCE"), rest)) => {
                 format!("ALTER {kind} resource_control.{rest}")
             }
-            _ => spoil.to_owned(),
+            _ => fault.to_owned(),
         });
-        // As the role of the application, whose rows a policy may hide.
+        // Connects as the application's role, from which row security may hide rows.
         let of_app = &database.url_with("user", "app");
         let (status, lines) = found(of_app, "--strict");
-        assert_eq!(status, Some(1), "{spoil}: {lines:#?}");
+        assert_eq!(status, Some(1), "{fault}: {lines:#?}");
         let bad = lines.iter().filter(|line| line["level"] != "ok").count();
-        assert_eq!(bad, 1, "{spoil}: {lines:#?}");
+        assert_eq!(bad, 1, "{fault}: {lines:#?}");
         remedied(of_app, url, "", level, word);
         let (status, lines) = found(of_app, "--strict");
-        assert_eq!(status, Some(0), "{spoil}: {lines:#?}");
+        assert_eq!(status, Some(0), "{fault}: {lines:#?}");
     }
 }
 
 /// Its migration alone could not take a column away.
 #[test]
 fn a_view_with_other_columns_is_created_again() {
-    repaired(&[
+    assert_repaired(&[
         (
             "CREATE OR REPLACE VIEW resource_control.throttle_state AS
                 SELECT t.name, t.key, t.is_resource, t.throttle_interval, t.last_granted,
@@ -340,14 +340,14 @@ fn a_view_with_other_columns_is_created_again() {
 }
 
 #[test]
-fn times_of_a_clock_that_was_ahead_are_named_and_set_back() {
+fn times_of_a_clock_that_was_ahead_are_reported_and_set_back() {
     let cluster = healthy();
     let database = cluster.database();
     let url = &database.url();
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'it''s'");
-    for (spoil, word) in [
+    for (fault, word) in [
         (
             "throttle (name, key, throttle_interval, last_granted)
                 VALUES ('news', '', '15 s', now() + interval '1 day')",
@@ -372,10 +372,10 @@ fn times_of_a_clock_that_was_ahead_are_named_and_set_back() {
             "of x was made in the future",
         ),
     ] {
-        session.sql(&format!("INSERT INTO resource_control.{spoil}"));
+        session.sql(&format!("INSERT INTO resource_control.{fault}"));
         remedied(url, url, "", "warn", word);
         let (status, lines) = found(url, "--strict");
-        assert_eq!(status, Some(0), "{spoil}: {lines:#?}");
+        assert_eq!(status, Some(0), "{fault}: {lines:#?}");
     }
     let denied = "SELECT count(*) FROM resource_control.throttle_state WHERE due_at > now() +
         interval '1 hour'";
@@ -383,7 +383,7 @@ fn times_of_a_clock_that_was_ahead_are_named_and_set_back() {
 }
 
 #[test]
-fn a_token_that_nobody_has_drawn_costs_no_other_token() {
+fn a_token_that_nobody_has_drawn_blocks_no_other_token() {
     const DRAW: &str = "resource_control.next_token('resource_control.fencing_token')";
     let cluster = healthy();
     let database = cluster.database();
@@ -404,7 +404,7 @@ fn a_token_that_nobody_has_drawn_costs_no_other_token() {
     assert!(next > before && next < before + 100, "{next}");
     assert_eq!(session.number(&passes(&next.to_string())), 1);
     assert_eq!(session.number(&passes(&before.to_string())), 0);
-    // The sequences, too, as by a remedy that was wrong.
+    // A wrong remedy may also set a sequence to such a token.
     for sequence in ["fencing_token", "service_request_id_seq"] {
         session.sql(&format!(
             "SELECT setval('resource_control.{sequence}', 9223372036854775807)"
@@ -424,7 +424,7 @@ fn a_token_that_nobody_has_drawn_costs_no_other_token() {
 }
 
 #[test]
-fn settings_are_set_back_by_what_is_pasted() {
+fn the_remedy_of_a_setting_sets_it_back() {
     let cluster = healthy();
     let database = cluster.database();
     let (url, name) = (&database.url(), database.name());
@@ -466,7 +466,8 @@ fn settings_are_set_back_by_what_is_pasted() {
         session.sql(&format!(
             "BEGIN READ WRITE; ALTER DATABASE {name} SET {setting}; COMMIT"
         ));
-        // Under a timeout of less than a second, a look may be cut short, and is then repeated.
+        // Under a timeout of less than a second, a query of `doctor` may time out, so it is
+        // repeated.
         let mut line = Value::Null;
         eventually(word, || {
             let (_, lines) = found(url, "");
@@ -479,9 +480,9 @@ fn settings_are_set_back_by_what_is_pasted() {
     }
 }
 
-/// No role is to be altered for what the connection sets.
+/// The remedy must not alter a role for a setting of the connection.
 #[test]
-fn a_setting_of_the_connection_itself_is_taken_out_there() {
+fn a_setting_of_the_connection_is_to_be_removed_from_the_connection() {
     let cluster = healthy();
     let database = cluster.database();
     for (option, level, word) in [
@@ -523,12 +524,12 @@ fn standbys_are_judged_as_each_role_sees_them() {
     judged("FIRST 2 (*)", "fail", "needs 2, and 1 such are connected");
     judged("any 2 (*)", "fail", "needs 2, and 1 such are connected");
     judged("*", "ok", "1 standbys, and a commit waits for 1");
-    // Without the standby, the end of the test would wait for it.
+    // Otherwise the last commits of the test would wait for the standby, which is stopped first.
     judged("", "warn", "1 standbys, and none is synchronous");
 }
 
 #[test]
-fn who_may_connect_without_a_reason_is_named_and_shut_out() {
+fn roles_that_may_connect_without_need_are_reported_and_shut_out() {
     let cluster = healthy();
     let database = cluster.database();
     let url = &database.url();
@@ -558,7 +559,7 @@ fn who_may_connect_without_a_reason_is_named_and_shut_out() {
         status(&mut run(&database.url_with("user", "app"), "x", "true")),
         Some(0)
     );
-    // It is told how to get in, too.
+    // For the role that is shut out, `doctor` has the GRANT.
     let (status, lines) = found(&database.url_with("user", "stranger"), "");
     assert_eq!(status, Some(78), "{lines:#?}");
     let why = lines[0]["why"].as_str().unwrap();
@@ -566,7 +567,7 @@ fn who_may_connect_without_a_reason_is_named_and_shut_out() {
 }
 
 #[test]
-fn rights_are_granted_by_what_is_pasted() {
+fn the_remedy_of_a_missing_right_grants_it() {
     let cluster = healthy();
     let database = cluster.database();
     migrations::install(&database.pool(1)).unwrap();
@@ -595,7 +596,7 @@ fn rights_are_granted_by_what_is_pasted() {
 }
 
 #[test]
-fn what_holds_back_vacuum_is_ended_by_what_is_pasted() {
+fn the_remedy_of_what_holds_back_vacuum_ends_it() {
     let cluster = healthy();
     let database = cluster.database();
     let url = &database.url();
@@ -630,7 +631,7 @@ fn what_holds_back_vacuum_is_ended_by_what_is_pasted() {
 }
 
 #[test]
-fn stuck_holders_of_each_kind_are_found_and_ended() {
+fn stuck_holders_of_each_kind_are_reported_and_ended() {
     let cluster = healthy();
     let database = cluster.database();
     let url = &database.url();
@@ -639,8 +640,8 @@ fn stuck_holders_of_each_kind_are_found_and_ended() {
     session.take("x");
     let mut in_transaction = Session::of(&database);
     in_transaction.sql("BEGIN; SELECT pg_advisory_xact_lock_shared(7, -12)");
-    let mut looks = Session::of(&database);
-    looks.sql(
+    let mut admin = Session::of(&database);
+    admin.sql(
         "SELECT resource_control.claim_service_request('it''s', 1, '1 day', 'web-3');
          INSERT INTO resource_control.schedule (name, tick, token, runner, started_at, expires_at)
             VALUES ('it''s', now(), 7, 'web-5', now() - interval '1 min', now() + interval
@@ -654,11 +655,11 @@ fn stuck_holders_of_each_kind_are_found_and_ended() {
     ] {
         remedied(url, url, "--holder-age 0s", "warn", word);
     }
-    assert_eq!(looks.locks(true), 0);
+    assert_eq!(admin.locks(true), 0);
 }
 
 #[test]
-fn a_connection_that_is_refused_is_told_why() {
+fn a_refused_connection_is_explained() {
     let cluster = healthy();
     let database = cluster.database();
     let mut session = Session::of(&database);
@@ -709,7 +710,7 @@ fn a_connection_that_is_refused_is_told_why() {
 }
 
 #[test]
-fn a_standby_that_every_commit_waits_for_is_missed() {
+fn a_missing_standby_that_every_commit_waits_for_is_reported() {
     let cluster = healthy();
     let url = &cluster.url("postgres");
     let mut session = Session(cluster.endpoint("postgres").connect());
@@ -794,7 +795,7 @@ fn a_copy_fails_until_its_owner_has_installed() {
     let (status, text) = printed(&mut interlock(of_app, "install"));
     assert_eq!(status, Some(78), "{text}");
     assert!(text.contains("as the role postgres"), "{text}");
-    // Nothing contradicts it.
+    // No other finding contradicts this one.
     let (_, lines) = found(of_app, "");
     let failed = lines.iter().filter(|line| line["level"] == "fail");
     assert_eq!(failed.count(), 1, "{lines:#?}");
@@ -807,7 +808,7 @@ fn a_copy_fails_until_its_owner_has_installed() {
 }
 
 #[test]
-fn an_index_of_slots_that_is_another_one_is_made_anew() {
+fn an_index_of_slots_with_another_definition_is_created_again() {
     let cluster = healthy();
     let database = cluster.database();
     let url = &database.url();
@@ -815,7 +816,7 @@ fn an_index_of_slots_that_is_another_one_is_made_anew() {
     let mut session = Session::of(&database);
     let name = "service_request_in_flight";
     let create = format!("INDEX {name} ON resource_control.service_request (service, slot)");
-    for spoil in [
+    for fault in [
         format!(
             "DROP INDEX resource_control.{name};
              CREATE {create} WHERE completed_at IS NULL AND timed_out_at IS NULL"
@@ -826,10 +827,10 @@ fn an_index_of_slots_that_is_another_one_is_made_anew() {
                 WHERE indexrelid = 'resource_control.{name}'::regclass"
         ),
     ] {
-        session.sql(&spoil);
+        session.sql(&fault);
         remedied(url, url, "", "fail", name);
     }
-    // What PostgreSQL prints is compared as it prints it by default.
+    // `doctor` compares definitions as PostgreSQL prints them by default, whatever this setting is.
     session.sql(&format!(
         "ALTER DATABASE {} SET quote_all_identifiers = on",
         database.name()
@@ -916,13 +917,13 @@ fn ids_of_requests_that_were_not_copied_go_on() {
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     let mut claimed = 0;
-    for spoil in [
+    for fault in [
         "TABLE resource_control.service_request ALTER id DROP IDENTITY",
         "SEQUENCE resource_control.service_request_id_seq RESTART",
     ] {
         session.sql("SELECT resource_control.claim_service_request('x', 9, '1 day')");
-        session.sql(&format!("ALTER {spoil}"));
-        if spoil.starts_with("TABLE") {
+        session.sql(&format!("ALTER {fault}"));
+        if fault.starts_with("TABLE") {
             remedied(url, url, "", "fail", "service_request.id is no identity");
         }
         remedied(url, url, "", "fail", "the ids of requests, which are");
@@ -939,7 +940,8 @@ fn ids_of_requests_that_were_not_copied_go_on() {
     );
 }
 
-/// The tables of which rows are left, by more than a million of them, and by what PostgreSQL believes.
+/// The tables of which rows are left, by more than a million of them, and by what PostgreSQL
+/// believes.
 #[test]
 fn tables_that_nobody_prunes_are_named_until_they_are_pruned() {
     let cluster = healthy();

@@ -6,7 +6,7 @@ use workbench::{Cluster, Database, Endpoint};
 
 use crate::support::*;
 
-/// A session that finds PostgreSQL's own functions.
+/// A session whose search path finds PostgreSQL's own functions first.
 fn session(database: &Database) -> Session {
     let mut session = Session::of(database);
     session.sql("SET search_path = pg_catalog, pg_temp");
@@ -14,7 +14,7 @@ fn session(database: &Database) -> Session {
 }
 
 #[track_caller]
-fn done(database: &Database, line: &str, expected: i32) -> String {
+fn assert_untrapped(database: &Database, line: &str, expected: i32) -> String {
     let (status, text) = printed(&mut interlock(&database.url(), line));
     assert_eq!(status, Some(expected), "{line}: {text}");
     assert!(!text.contains("trap"), "{line}: {text}");
@@ -24,7 +24,7 @@ fn done(database: &Database, line: &str, expected: i32) -> String {
 }
 
 #[test]
-fn the_traps_are_sprung_by_who_trusts_the_search_path() {
+fn a_program_that_trusts_the_search_path_springs_the_traps() {
     let database = Database::new();
     database.set_traps(true);
     for trusting in [
@@ -43,32 +43,32 @@ fn the_traps_are_sprung_by_who_trusts_the_search_path() {
 }
 
 #[test]
-fn nothing_of_others_is_called_without_the_schema() {
+fn without_the_schema_no_object_of_another_role_is_used() {
     let database = Database::new();
     let mut holder = session(&database);
     database.set_traps(true);
     holder.take("held");
-    done(&database, "ps", 0);
-    done(&database, "ps --json --name held", 0);
-    let doctor = done(&database, "doctor --holder-age 0s --transaction-age 0s", 1);
+    assert_untrapped(&database, "ps", 0);
+    assert_untrapped(&database, "ps --json --name held", 0);
+    let doctor = assert_untrapped(&database, "doctor --holder-age 0s --transaction-age 0s", 1);
     assert!(doctor.contains("holds the lock"), "{doctor}");
     assert_eq!(doctor.matches("fail  ").count(), 1, "{doctor}");
     assert!(doctor.contains("fail  search_path = "), "{doctor}");
-    assert!(done(&database, "run held -- true", 73).contains("holds it"));
-    done(&database, "run free --wait 5s -- true", 0);
-    done(&database, "kill nobody --yes", 1);
-    done(&database, "kill held --yes", 0);
-    done(&database, "install", 0);
-    done(&database, "install", 0);
-    done(&database, "run free -- true", 0);
+    assert!(assert_untrapped(&database, "run held -- true", 73).contains("holds it"));
+    assert_untrapped(&database, "run free --wait 5s -- true", 0);
+    assert_untrapped(&database, "kill nobody --yes", 1);
+    assert_untrapped(&database, "kill held --yes", 0);
+    assert_untrapped(&database, "install", 0);
+    assert_untrapped(&database, "install", 0);
+    assert_untrapped(&database, "run free -- true", 0);
 }
 
 #[test]
-fn nothing_of_others_is_called_with_the_schema() {
+fn with_the_schema_no_object_of_another_role_is_used() {
     let database = Database::new();
     migrations::install(&database.pool(1)).unwrap();
-    let mut looks = session(&database);
-    looks.sql(
+    let mut admin = session(&database);
+    admin.sql(
         "SELECT resource_control.claim_service_request('geocoder', 1, '1 day');
          SELECT resource_control.claim_service_request('leader reports', 1, '1 day', 'web-3');
          INSERT INTO resource_control.schedule (name, tick, token, started_at, expires_at)
@@ -76,37 +76,38 @@ fn nothing_of_others_is_called_with_the_schema() {
                 now() + interval '1 day')",
     );
     let id =
-        looks.number("SELECT id FROM resource_control.slot_in_flight WHERE service = 'geocoder'");
+        admin.number("SELECT id FROM resource_control.slot_in_flight WHERE service = 'geocoder'");
     database.set_traps(true);
-    let shown = done(&database, "ps", 0);
+    let shown = assert_untrapped(&database, "ps", 0);
     for name in ["geocoder", "reports", "hourly"] {
         assert!(shown.contains(name), "{shown}");
     }
-    let doctor = done(&database, "doctor --holder-age 0s --transaction-age 0s", 1);
+    let doctor = assert_untrapped(&database, "doctor --holder-age 0s --transaction-age 0s", 1);
     assert_eq!(doctor.matches("fail  ").count(), 1, "{doctor}");
-    done(&database, "pause hourly", 0);
-    done(&database, "resume hourly", 0);
-    done(&database, "run x --lease 30s -- true", 0);
-    done(&database, "run geocoder --lease 30s -- true", 73);
-    done(&database, "kill geocoder --yes", 1);
-    done(&database, &format!("kill geocoder --slot {id} --yes"), 0);
-    done(&database, "kill reports --leader --yes", 0);
-    done(&database, "kill hourly --run --yes", 0);
-    done(&database, "run x -- true", 0);
-    done(&database, "install", 0);
-    done(&database, "install --repair", 0);
+    assert_untrapped(&database, "pause hourly", 0);
+    assert_untrapped(&database, "resume hourly", 0);
+    assert_untrapped(&database, "run x --lease 30s -- true", 0);
+    assert_untrapped(&database, "run geocoder --lease 30s -- true", 73);
+    assert_untrapped(&database, "kill geocoder --yes", 1);
+    assert_untrapped(&database, &format!("kill geocoder --slot {id} --yes"), 0);
+    assert_untrapped(&database, "kill reports --leader --yes", 0);
+    assert_untrapped(&database, "kill hourly --run --yes", 0);
+    assert_untrapped(&database, "run x -- true", 0);
+    assert_untrapped(&database, "install", 0);
+    assert_untrapped(&database, "install --repair", 0);
 }
 
-/// Operators that `pg_catalog` does not have exactly are looked for in the whole search path.
+/// PostgreSQL looks in the whole search path for an operator that `pg_catalog` does not have for
+/// exactly these types.
 #[test]
-fn no_operator_of_others_is_referred_to() {
+fn no_operator_of_another_role_is_used() {
     let cluster = Cluster::start();
     for is_installed in [false, true] {
         let database = cluster.database();
-        let mut looks = session(&database);
+        let mut admin = session(&database);
         if is_installed {
             migrations::install(&database.pool(1)).unwrap();
-            looks.sql(
+            admin.sql(
                 "SELECT resource_control.claim_service_request('geocoder', 1, '1 day');
                  SELECT resource_control.claim_service_request('leader reports', 1, '1 day');
                  INSERT INTO resource_control.schedule (name, tick, token, started_at, expires_at)
@@ -117,12 +118,12 @@ fn no_operator_of_others_is_referred_to() {
         }
         let id = if is_installed {
             let id = "SELECT id FROM resource_control.slot_in_flight WHERE service = 'geocoder'";
-            looks.number(id)
+            admin.number(id)
         } else {
             0
         };
         database.set_operators();
-        looks.take("held");
+        admin.take("held");
         let slot = format!("kill geocoder --slot {id} --yes");
         let lines = [
             ("ps", true),
@@ -152,12 +153,12 @@ fn no_operator_of_others_is_referred_to() {
 }
 
 #[test]
-fn a_superuser_calls_nothing_of_a_schema_of_somebody_else() {
+fn a_superuser_calls_nothing_in_a_schema_of_another_role() {
     let cluster = Cluster::start();
     let database = cluster.database();
     let url = &database.url();
-    let mut looks = session(&database);
-    looks.sql(&format!(
+    let mut admin = session(&database);
+    admin.sql(&format!(
         "CREATE ROLE mallory LOGIN; GRANT CREATE ON DATABASE {} TO mallory",
         database.name()
     ));
@@ -201,15 +202,15 @@ fn a_superuser_calls_nothing_of_a_schema_of_somebody_else() {
             assert_eq!(status, Some(expected), "{line}: {text}");
             assert!(text.contains(word), "{line}: {text}");
             let risen = "SELECT rolsuper::int FROM pg_roles WHERE rolname = 'mallory'";
-            assert_eq!(looks.number(risen), 0, "{line}: {text}");
+            assert_eq!(admin.number(risen), 0, "{line}: {text}");
         }
     };
     all("connect as mallory instead");
-    // A part of the schema is enough.
+    // One object of another role in the schema is enough.
     let mut owner = session(&database);
     owner.sql("ALTER SCHEMA resource_control OWNER TO CURRENT_USER");
     all("connect as mallory instead");
-    // Its owner has no more rights than before.
+    // The owner of that object has no more rights than before.
     owner.sql("DROP SCHEMA resource_control CASCADE");
     let of_mallory = &database.url_with("user", "mallory");
     for line in ["install", "ps", "doctor", "run x --lease 30s -- true"] {
@@ -218,14 +219,14 @@ fn a_superuser_calls_nothing_of_a_schema_of_somebody_else() {
     }
 }
 
-/// Each would give a stranger's view a right that the stranger lacks, such as to name a superuser.
+/// Each of these rights would be available to a view of a role that lacks it.
 #[test]
-fn a_schema_of_somebody_who_may_do_less_is_not_trusted() {
+fn a_schema_of_a_role_with_fewer_rights_is_not_trusted() {
     let cluster = Cluster::start();
     let database = cluster.database();
-    let mut looks = session(&database);
+    let mut admin = session(&database);
     let name = database.name();
-    looks.sql(&format!(
+    admin.sql(&format!(
         "CREATE ROLE mallory LOGIN; GRANT CREATE ON DATABASE {name} TO mallory;
          CREATE ROLE admins CREATEROLE; CREATE ROLE owner LOGIN;
          CREATE ROLE dba LOGIN; GRANT CONNECT ON DATABASE {name} TO dba"
@@ -255,7 +256,7 @@ fn a_schema_of_somebody_who_may_do_less_is_not_trusted() {
             "GRANT pg_read_all_data TO dba",
             "REVOKE pg_read_all_data FROM dba",
         ),
-        // A function may become whoever the role may become.
+        // A function may `SET ROLE` to every role that its caller is a member of.
         (
             "ALTER ROLE dba NOINHERIT; GRANT admins TO dba",
             "ALTER ROLE dba INHERIT; REVOKE admins FROM dba",
@@ -265,7 +266,7 @@ fn a_schema_of_somebody_who_may_do_less_is_not_trusted() {
             &*format!("ALTER DATABASE {name} OWNER TO CURRENT_USER"),
         ),
     ] {
-        looks.sql(power);
+        admin.sql(power);
         for (line, expected) in [
             ("ps", 0),
             ("doctor --needs-schema", 1),
@@ -282,26 +283,26 @@ fn a_schema_of_somebody_who_may_do_less_is_not_trusted() {
             );
             assert!(!reads_it(&text), "{power}: {line}: {text}");
         }
-        looks.sql(none);
+        admin.sql(none);
     }
-    // Who may do as much, and who may become the other one, can do no harm by it.
-    looks.sql("ALTER ROLE dba CREATEROLE; GRANT admins TO mallory");
+    // An owner with the same rights, or one that is a member of this role, gains nothing.
+    admin.sql("ALTER ROLE dba CREATEROLE; GRANT admins TO mallory");
     let (_, text) = printed(&mut interlock(url, "ps"));
     assert!(reads_it(&text), "{text}");
-    // What roles that look have is nothing that a stranger lacks.
-    looks.sql("ALTER ROLE dba NOCREATEROLE; GRANT pg_monitor, pg_signal_backend TO dba");
+    // The rights of roles that only observe do not count.
+    admin.sql("ALTER ROLE dba NOCREATEROLE; GRANT pg_monitor, pg_signal_backend TO dba");
     let (_, text) = printed(&mut interlock(url, "ps"));
     assert!(reads_it(&text), "{text}");
 }
 
-/// On PostgreSQL 14 and 15 each role may grant itself.
+/// On PostgreSQL 14 and 15 a function that is called by a role may grant that role to another one.
 #[test]
-fn what_only_looks_cannot_be_made_to_write() {
+fn commands_that_only_read_cannot_be_made_to_write() {
     let cluster = Cluster::start();
     let database = cluster.database();
-    let mut looks = session(&database);
-    looks.sql("CREATE ROLE mallory LOGIN; CREATE ROLE app LOGIN");
-    looks.sql(&format!(
+    let mut admin = session(&database);
+    admin.sql("CREATE ROLE mallory LOGIN; CREATE ROLE app LOGIN");
+    admin.sql(&format!(
         "GRANT CREATE ON DATABASE {} TO mallory",
         database.name()
     ));
@@ -322,15 +323,15 @@ fn what_only_looks_cannot_be_made_to_write() {
         assert!(!text.contains("risen"), "{line}: {text}");
     }
     let known = "SELECT count(*) FROM pg_authid WHERE rolname = 'app' AND rolpassword IS NOT NULL";
-    assert_eq!(looks.number(known), 0);
+    assert_eq!(admin.number(known), 0);
 }
 
 #[test]
 fn a_schema_that_is_created_while_a_superuser_installs_is_not_trusted() {
     let cluster = Cluster::start();
     let database = cluster.database();
-    let mut looks = session(&database);
-    looks.sql(&format!(
+    let mut admin = session(&database);
+    admin.sql(&format!(
         "CREATE ROLE mallory LOGIN; GRANT CREATE ON DATABASE {} TO mallory",
         database.name()
     ));
@@ -346,7 +347,7 @@ fn a_schema_that_is_created_while_a_superuser_installs_is_not_trusted() {
 }
 
 #[test]
-fn the_command_sees_nothing_of_the_search_path() {
+fn the_command_does_not_get_the_search_path() {
     let database = Database::new();
     let url = database.url();
     let mut command = interlock(&url, "run x -- psql -qAtc");

@@ -1,4 +1,4 @@
-//! What `interlock` promises, in one program: its tests mostly wait, and so they wait side by side.
+//! The tests of `interlock`, in one program, because most of them wait, and so wait concurrently.
 
 #[path = "../support/mod.rs"]
 mod support;

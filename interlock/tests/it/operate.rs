@@ -1,4 +1,4 @@
-//! `interlock ps`, `kill`, `doctor` and `install`.
+//! `interlock ps`, `kill`, `pause`, `trigger`, `install`, `doctor` and `completions`.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -28,7 +28,7 @@ fn ps_shows_locks_without_the_schema_and_all_else_with_it() {
     assert_eq!(all["locks"].as_array().unwrap().len(), 2);
     assert!(all.get("slots").is_none());
     migrations::install(&database.pool(1)).unwrap();
-    // With what must not reach a terminal.
+    // The details contain an escape sequence, which must not reach a terminal.
     holder
         .sql("SELECT resource_control.claim_service_request('geocoder', 2, '1 day', E'\\x1b[2J')");
     holder.sql(
@@ -36,7 +36,7 @@ fn ps_shows_locks_without_the_schema_and_all_else_with_it() {
     );
     holder.sql("INSERT INTO resource_control.schedule (name, tick, attempt, token, runner) VALUES ('hourly', now(), 0, 0, '')");
     let waiter = &mut Running::start(&mut run(url, "nightly --wait 10m", "true"));
-    eventually("it waits", || holder.locks(false) == 1);
+    eventually("the command waits", || holder.locks(false) == 1);
 
     let all = json("");
     assert_eq!(all["slots"].as_array().unwrap().len(), 1);
@@ -50,7 +50,7 @@ fn ps_shows_locks_without_the_schema_and_all_else_with_it() {
     assert!(named["slots"].as_array().unwrap().is_empty());
 
     let mut table = String::new();
-    // It waits in pieces, and may be between two of them.
+    // `interlock run` waits in pieces, and may be between two of them.
     eventually("the waiter is shown", || {
         let (status, text) = printed(&mut interlock(url, "ps"));
         assert_eq!(status, Some(0));
@@ -65,7 +65,7 @@ fn ps_shows_locks_without_the_schema_and_all_else_with_it() {
 }
 
 #[test]
-fn ps_shows_what_it_can() {
+fn ps_shows_the_other_tables_if_one_cannot_be_read() {
     let database = installed();
     let mut holder = Session::of(&database);
     holder.take("x");
@@ -108,7 +108,7 @@ fn status_of(command: &mut std::process::Command) -> Option<i32> {
 fn kill_ends_the_holder() {
     let database = Database::new();
     let url = &database.url();
-    let (mut looks, mut other) = (Session::of(&database), Session::of(&database));
+    let (mut admin, mut other) = (Session::of(&database), Session::of(&database));
     other.take("other");
     assert_eq!(status(&mut interlock(url, "kill x --yes")), Some(1));
     for line in [
@@ -120,21 +120,21 @@ fn kill_ends_the_holder() {
         holder.take("x");
         holder.sql("SELECT pg_advisory_lock_shared(0, 1)");
         assert_eq!(printed(&mut interlock(url, &line)).0, Some(0), "{line}");
-        assert_eq!(looks.locks(true), 1);
+        assert_eq!(admin.locks(true), 1);
     }
     assert_eq!(
         status(&mut interlock(url, "kill 1,2,3 --number --yes")),
         Some(2)
     );
-    // Without standard input nobody says yes.
+    // Without standard input nobody confirms.
     assert_eq!(status(&mut interlock(url, "kill other")), Some(1));
-    assert_eq!(looks.locks(true), 1);
+    assert_eq!(admin.locks(true), 1);
 }
 
-/// Says yes to `kill` after something has happened while it asked. Returns its status and its
-/// messages.
+/// Runs `kill`, calls `meanwhile` while it asks for confirmation, and confirms. Returns its status
+/// and its messages.
 #[track_caller]
-fn killed_after(
+fn confirm_after(
     url: &str,
     line: &str,
     shown: &str,
@@ -142,7 +142,7 @@ fn killed_after(
 ) -> (Option<i32>, String) {
     let mut command = interlock(url, line);
     let mut kill = Running::start(command.stdin(Stdio::piped()).stderr(Stdio::piped()));
-    // The heading, the names of the columns, the holder.
+    // These lines are the heading, the names of the columns and the holder.
     let lines = [kill.line(), kill.line(), kill.line()];
     assert!(lines[2].contains(shown), "{lines:?}");
     meanwhile();
@@ -155,20 +155,20 @@ fn killed_after(
 }
 
 #[test]
-fn kill_looks_again_before_it_ends_a_session() {
+fn kill_checks_again_before_it_ends_a_session() {
     let database = Database::new();
     let url = &database.url();
     let [mut first, mut second] = [(); 2].map(|()| Session::of(&database));
     let pid = first.pid().to_string();
     first.take("x");
-    let (status, text) = killed_after(url, "kill x", &pid, || {
+    let (status, text) = confirm_after(url, "kill x", &pid, || {
         first.release("x");
         first.take("y");
     });
     assert_eq!(status, Some(1), "{text}");
     assert!(text.contains("no longer held the lock x"), "{text}");
     first.take("x");
-    let (status, text) = killed_after(url, "kill x", &pid, || {
+    let (status, text) = confirm_after(url, "kill x", &pid, || {
         first.release("x");
         second.take("x");
     });
@@ -176,10 +176,10 @@ fn kill_looks_again_before_it_ends_a_session() {
     for session in [&mut first, &mut second] {
         session.sql("SELECT 1");
     }
-    // One that has ended by itself was not ended, and its end frees the lock for another.
+    // The session has ended by itself, and another one holds the lock.
     second.release("x");
     first.take("x");
-    let (status, text) = killed_after(url, "kill x", &pid, || {
+    let (status, text) = confirm_after(url, "kill x", &pid, || {
         drop(first);
         second.take("x");
     });
@@ -209,23 +209,23 @@ fn kill_ends_no_session_of_another_database() {
 fn kill_says_which_rights_it_lacks() {
     let cluster = Cluster::start();
     let database = cluster.database();
-    let mut looks = Session::of(&database);
-    looks.sql("CREATE ROLE app LOGIN; CREATE ROLE modest LOGIN");
+    let mut admin = Session::of(&database);
+    admin.sql("CREATE ROLE app LOGIN; CREATE ROLE modest LOGIN");
     let mut holder = Session(Endpoint::new(&database.url_with("user", "app")).connect());
     holder.take("x");
     let url = &database.url_with("user", "modest");
     let (status, text) = printed(&mut interlock(url, "kill x --yes"));
     assert_eq!(status, Some(1), "{text}");
     let (_, grant) = text.split_once("as a superuser, ").unwrap();
-    looks.sql(&grant.replace("the role of DATABASE_URL", "modest"));
+    admin.sql(&grant.replace("the role of DATABASE_URL", "modest"));
     let (status, text) = printed(&mut interlock(url, "kill x --yes"));
     assert_eq!(status, Some(0), "{text}");
     assert!(holder.0.batch_execute("SELECT 1").is_err());
 }
 
-/// A row that has come in the place of the one that was shown.
+/// Another row has replaced the one that was shown.
 #[test]
-fn kill_ends_only_the_request_the_term_and_the_run_that_it_has_shown() {
+fn kill_ends_only_the_request_term_or_run_that_it_has_shown() {
     let database = installed();
     let url = &database.url();
     let claim = |service: &str| {
@@ -253,7 +253,7 @@ fn kill_ends_only_the_request_the_term_and_the_run_that_it_has_shown() {
         ),
         ("kill x --run".to_owned(), begin.to_owned()),
     ] {
-        let (status, text) = killed_after(url, &line, "web-3", || session.sql(&replace));
+        let (status, text) = confirm_after(url, &line, "web-3", || session.sql(&replace));
         assert_eq!(status, Some(1), "{line}: {text}");
         assert!(text.contains("had already ended"), "{line}: {text}");
     }
@@ -263,14 +263,14 @@ fn kill_ends_only_the_request_the_term_and_the_run_that_it_has_shown() {
 }
 
 #[test]
-fn kill_says_why_a_lock_is_held_on() {
+fn kill_says_why_a_lock_is_still_held() {
     let cluster = Cluster::builder()
         .setting("max_prepared_transactions", "2")
         .start();
     let database = cluster.database();
     let url = &database.url();
     let [mut ends, mut stays] = [(); 2].map(|()| Session::of(&database));
-    let mut looks = Session::of(&database);
+    let mut admin = Session::of(&database);
     for session in [&mut ends, &mut stays] {
         session.sql(&format!("SELECT pg_advisory_lock_shared({})", id("x")));
     }
@@ -290,8 +290,8 @@ fn kill_says_why_a_lock_is_held_on() {
     assert_eq!(status, Some(1), "{text}");
     assert!(text.contains("ROLLBACK PREPARED"), "{text}");
 
-    // What it may end it ends, and it says what it may not.
-    looks.sql("CREATE ROLE modest LOGIN IN ROLE pg_read_all_stats");
+    // `kill` ends the sessions that the role may end, and names the others.
+    admin.sql("CREATE ROLE modest LOGIN IN ROLE pg_read_all_stats");
     let url_of_modest = &database.url_with("user", "modest");
     let mut own = Endpoint::new(url_of_modest).connect();
     let [mut first, mut last] = [(); 2].map(|()| Session::of(&database));
@@ -315,25 +315,25 @@ fn kill_says_why_a_lock_is_held_on() {
 }
 
 #[test]
-fn operators_who_kill_at_once_are_told_what_happened() {
+fn of_concurrent_kills_each_says_what_has_happened() {
     let database = Database::new();
     for _ in 0..5 {
         let mut holder = Session::of(&database);
         holder.take("x");
         let all = [(); 3].map(|()| Speaking::start(&mut interlock(&database.url(), "kill x -y")));
-        let told = all.map(|mut one| (one.status(), one.message()));
+        let replies = all.map(|mut kill| (kill.status(), kill.message()));
         assert!(
-            told.iter().any(|(status, _)| *status == Some(0)),
-            "{told:?}"
+            replies.iter().any(|(status, _)| *status == Some(0)),
+            "{replies:?}"
         );
         let is_wrong = |(_, text): &(_, String)| text.contains("another role");
-        assert!(!told.iter().any(is_wrong), "{told:?}");
+        assert!(!replies.iter().any(is_wrong), "{replies:?}");
         assert_eq!(Session::of(&database).locks(true), 0);
     }
 }
 
 #[test]
-fn a_schema_is_as_good_where_strings_have_escapes() {
+fn the_schema_works_where_plain_strings_have_escapes() {
     let database = Database::new();
     let mut session = Session::of(&database);
     session.sql(&format!(
@@ -378,11 +378,11 @@ fn kill_frees_a_slot_of_its_own_service_only() {
 }
 
 #[test]
-fn pause_and_resume_change_a_schedule_that_is_known() {
+fn pause_and_resume_change_only_a_known_schedule() {
     let database = Database::new();
     let url = &database.url();
     let status = |line: &str| printed(&mut interlock(url, line)).0;
-    // Not installed yet.
+    // The schema is not installed yet.
     assert_eq!(status("pause hourly"), Some(78));
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
@@ -419,12 +419,12 @@ fn pause_and_resume_change_a_schedule_that_is_known() {
     assert_eq!(
         session.number("SELECT count(*) FROM resource_control.schedule"),
         3,
-        "a misspelt name makes no schedule"
+        "a misspelt name creates no schedule"
     );
 }
 
 #[test]
-fn trigger_asks_for_one_run_and_ps_shows_what_comes_next() {
+fn trigger_asks_for_one_run_and_ps_shows_the_next_tick() {
     let database = Database::new();
     let url = &database.url();
     migrations::install(&database.pool(1)).unwrap();
@@ -477,7 +477,7 @@ fn install_says_what_it_did() {
 }
 
 #[test]
-fn install_lets_tokens_of_a_copy_continue_and_of_what_was_restored() {
+fn install_lets_tokens_of_a_copy_and_of_a_restored_database_continue() {
     let database = installed();
     let (url, mut session) = (&database.url(), Session::of(&database));
     let base = "SELECT base FROM resource_control.token_base";
@@ -507,7 +507,7 @@ fn install_lets_tokens_of_a_copy_continue_and_of_what_was_restored() {
 }
 
 #[test]
-fn tables_fit_a_terminal_unless_they_are_to_be_wide() {
+fn tables_fit_a_terminal_unless_wide_is_given() {
     let database = installed();
     let long = "a long name of an application that says more than it must";
     let url = database.url_with("application_name", long);
@@ -532,7 +532,7 @@ fn tables_fit_a_terminal_unless_they_are_to_be_wide() {
     );
     assert!(text.contains("-9223372036854775808"), "{text}");
     assert!(text.contains("  ?? ?nnn"), "{text}");
-    // As `watch` says how wide its terminal is.
+    // `watch` sets `COLUMNS` to the width of its terminal.
     let (_, narrow) = printed(interlock(&database.url(), "ps").env("COLUMNS", "96"));
     assert!(
         narrow.lines().all(|line| line.chars().count() <= 96),
@@ -551,7 +551,7 @@ fn tables_fit_a_terminal_unless_they_are_to_be_wide() {
 }
 
 #[test]
-fn ps_says_what_it_did_not_look_at() {
+fn ps_says_what_it_has_not_read() {
     let (status, text) = printed(&mut interlock(&Database::new().url(), "ps"));
     assert_eq!(status, Some(0), "{text}");
     assert!(
@@ -561,7 +561,7 @@ fn ps_says_what_it_did_not_look_at() {
 }
 
 #[test]
-fn kill_names_what_else_has_the_name() {
+fn kill_lists_what_else_has_the_name() {
     let database = installed();
     let url = &database.url();
     let mut session = Session::of(&database);
@@ -580,7 +580,7 @@ fn kill_names_what_else_has_the_name() {
     let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight";
     let running = "SELECT count(*) FROM resource_control.schedule_state WHERE state = 'running'";
     assert_eq!((session.number(in_flight), session.number(running)), (2, 1));
-    // What it names is pasted.
+    // The commands that `kill` lists are executed.
     let mut ended = 0;
     for line in text.lines() {
         let Some((_, command)) = line.split_once("interlock kill") else {
@@ -613,7 +613,7 @@ fn kill_names_what_else_has_the_name() {
 }
 
 #[test]
-fn an_installation_says_for_whom_it_waits_and_gives_up() {
+fn an_installation_names_the_session_that_it_waits_for_and_gives_up() {
     let database = Database::new();
     let url = &database.url();
     let mut holder = Session::of(&database);
@@ -728,7 +728,7 @@ fn a_role_may_read_or_use_the_schema_and_write_to_no_view() {
     assert_eq!(status, Some(0), "{text}");
 }
 
-/// What doctor says has a line with this level and this word.
+/// Asserts that `doctor` prints a line with this level and this word.
 #[track_caller]
 fn doctor_says(url: &str, arguments: &str, level: &str, word: &str) {
     let (status, text) = printed(&mut interlock(url, &format!("doctor {arguments}")));

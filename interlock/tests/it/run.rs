@@ -1,4 +1,4 @@
-//! `interlock run`, as cron starts it.
+//! `interlock run`, in the bare environment of cron.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -69,7 +69,7 @@ fn a_set_up_that_cannot_work_has_a_status_of_its_own() {
 }
 
 #[test]
-fn a_url_that_cannot_be_read_is_a_wrong_set_up() {
+fn a_url_that_cannot_be_parsed_is_a_wrong_set_up() {
     for unreadable in [
         "postgres://x?nonsense=1",
         "nonsense",
@@ -83,7 +83,7 @@ fn a_url_that_cannot_be_read_is_a_wrong_set_up() {
 }
 
 #[test]
-fn a_long_name_is_nothing_to_talk_of() {
+fn a_long_name_prints_no_notice() {
     let database = Database::new();
     let url = &database.url();
     let name = "\u{e4}".repeat(500);
@@ -95,7 +95,7 @@ fn a_long_name_is_nothing_to_talk_of() {
 }
 
 #[test]
-fn a_busy_lock_is_a_status_and_nothing_runs() {
+fn with_a_busy_lock_nothing_runs_and_the_status_says_so() {
     let database = Database::new();
     let url = &database.url();
     let mark = Mark::new("busy");
@@ -123,7 +123,7 @@ fn a_busy_lock_is_a_status_and_nothing_runs() {
 }
 
 #[test]
-fn a_busy_lock_names_its_holder_unless_that_is_not_wanted() {
+fn the_holder_of_a_busy_lock_is_named_unless_quiet_is_given() {
     let database = installed();
     let url = &database.url_with("application_name", "web-3");
     let mut holder = Session(workbench::Endpoint::new(url).connect());
@@ -171,7 +171,7 @@ fn a_wait_ends_when_the_lock_is_free() {
     let mut holder = Session::of(&database);
     holder.take("x");
     let mut running = Running::start(&mut run(&database.url(), "x --wait 10m", "echo held"));
-    eventually("it waits", || holder.locks(false) == 1);
+    eventually("the command waits", || holder.locks(false) == 1);
     holder.release("x");
     assert_eq!(running.line(), "held");
     assert_eq!(running.status(), Some(0));
@@ -187,11 +187,11 @@ fn a_signal_ends_a_wait_and_nothing_stays_behind() {
     for line in ["x --wait 10m", "x --wait 10m --lease 1h"] {
         let sessions = "SELECT count(*) FROM pg_stat_activity
             WHERE datname = current_database() AND application_name = 'interlock x'";
-        eventually("those of the one before have ended", || {
+        eventually("the sessions of the command before have ended", || {
             holder.number(sessions) == 0
         });
         let running = &mut Running::start(&mut run(url, line, "true"));
-        eventually("it waits", || holder.number(sessions) > 0);
+        eventually("the command waits", || holder.number(sessions) > 0);
         running.signal("TERM");
         assert_eq!(running.status(), Some(143));
     }
@@ -199,11 +199,11 @@ fn a_signal_ends_a_wait_and_nothing_stays_behind() {
         holder.number("SELECT count(*) FROM resource_control.service_request"),
         1
     );
-    eventually("it waits no longer", || holder.locks(false) == 0);
+    eventually("the command waits no longer", || holder.locks(false) == 0);
 }
 
 #[test]
-fn a_database_that_is_away_is_said_before_the_wait_for_it() {
+fn an_outage_is_reported_before_the_wait_for_its_end() {
     let away = run("host=/no/such/place", "x --wait 10m", "true")
         .stderr(Stdio::piped())
         .stdout(Stdio::null())
@@ -216,7 +216,7 @@ fn a_database_that_is_away_is_said_before_the_wait_for_it() {
 }
 
 #[test]
-fn a_signal_ends_it_while_it_connects() {
+fn a_signal_ends_the_program_while_it_connects() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!(
         "postgres://{}/x?user=x&sslmode=disable",
@@ -229,7 +229,7 @@ fn a_signal_ends_it_while_it_connects() {
 }
 
 #[test]
-fn several_share_a_lock() {
+fn several_commands_share_a_lock() {
     let database = Database::new();
     let url = &database.url();
     let mut first = Running::start(&mut run(url, "x --shared", UNTIL_TERM));
@@ -259,7 +259,7 @@ fn the_command_knows_the_token_if_the_schema_is_installed() {
 }
 
 #[test]
-fn a_permit_has_a_slot_until_the_command_has_ended() {
+fn a_permit_holds_its_slot_until_the_command_has_ended() {
     let database = installed();
     let url = &database.url();
     let mut session = Session::of(&database);
@@ -285,7 +285,9 @@ fn signals_reach_the_whole_group() {
     assert!(is_alive(&sleep));
     running.signal("TERM");
     assert_eq!(running.status(), Some(143));
-    eventually("its child has ended, too", || !is_alive(&sleep));
+    eventually("the child of the command has ended, too", || {
+        !is_alive(&sleep)
+    });
     for (name, number) in [("HUP", 129), ("INT", 130), ("USR1", 138)] {
         let script = "echo ready; exec sleep 1000";
         let mut running = Running::start(&mut run(&database.url(), "x", script));
@@ -296,7 +298,7 @@ fn signals_reach_the_whole_group() {
 }
 
 #[test]
-fn the_lock_is_held_until_the_command_was_reaped() {
+fn the_lock_is_held_until_the_command_has_ended() {
     let database = Database::new();
     let mut session = Session::of(&database);
     let mark = Mark::new("reaped");
@@ -332,7 +334,7 @@ fn the_command_ends_with_an_interlock_that_is_killed() {
 fn a_lost_lock_ends_the_command() {
     let database = Database::new();
     let mut session = Session::of(&database);
-    // Nobody reads what the program says of it, and the disk is full.
+    // The program cannot print its message, as on a full disk.
     let full = File::options().write(true).open("/dev/full").unwrap();
     let script = "trap 'echo asked; exit 9' TERM; echo ready; while :; do sleep 0.05; done";
     let mut running = Running::start(run(&database.url(), "x", script).stderr(full));
@@ -343,7 +345,7 @@ fn a_lost_lock_ends_the_command() {
 }
 
 #[test]
-fn a_lost_lock_ends_the_command_also_if_nobody_can_be_told() {
+fn a_lost_lock_ends_the_command_also_if_standard_error_is_blocked() {
     let database = Database::new();
     let mut session = Session::of(&database);
     let (_reader, mut writer) = UnixStream::pair().unwrap();
@@ -375,7 +377,7 @@ fn a_loss_ends_a_command_that_has_left_its_group() {
 }
 
 #[test]
-fn where_the_end_of_a_command_cannot_be_seen_none_is_started() {
+fn with_sigchld_ignored_no_command_is_started() {
     let database = Database::new();
     let mut shell = std::process::Command::new("perl");
     shell.args(["-e", "$SIG{CHLD} = 'IGNORE'; exec @ARGV"]);
@@ -387,7 +389,7 @@ fn where_the_end_of_a_command_cannot_be_seen_none_is_started() {
 }
 
 #[test]
-fn a_loss_ends_also_what_ignores_sigterm_or_was_left_running() {
+fn a_loss_also_ends_processes_that_ignore_sigterm_or_were_left_running() {
     let database = Database::new();
     let mut session = Session::of(&database);
     let script = "(trap '' TERM; while :; do sleep 0.05; done) & echo $!; exec sleep 1000";
@@ -395,7 +397,9 @@ fn a_loss_ends_also_what_ignores_sigterm_or_was_left_running() {
     let left = running.line();
     session.end_holders();
     assert_eq!(running.status(), Some(75));
-    eventually("what was left has ended", || !is_alive(&left));
+    eventually("the process that was left running has ended", || {
+        !is_alive(&left)
+    });
 }
 
 #[test]
@@ -409,7 +413,7 @@ fn a_restart_of_the_server_is_a_loss() {
 }
 
 #[test]
-fn a_loss_names_the_lock_and_what_was_done() {
+fn a_loss_names_the_lock_and_its_consequence() {
     let database = Database::new();
     let mut session = Session::of(&database);
     let mut command = run(&database.url(), "nightly", UNTIL_TERM);
@@ -425,7 +429,7 @@ fn a_loss_names_the_lock_and_what_was_done() {
 }
 
 #[test]
-fn a_lock_that_was_lost_unseen_is_reported_at_the_end() {
+fn a_loss_that_was_not_noticed_is_reported_at_the_end() {
     let database = Database::new();
     let url = database.url();
     let kill = "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND pid <> pg_backend_pid()
@@ -436,7 +440,7 @@ fn a_lock_that_was_lost_unseen_is_reported_at_the_end() {
 }
 
 #[test]
-fn a_loss_that_is_seen_only_after_the_command_is_reported_too() {
+fn a_loss_that_is_noticed_only_after_the_command_is_reported_too() {
     let database = Database::new();
     let mut session = Session::of(&database);
     for round in 0..4 {
@@ -457,15 +461,16 @@ fn a_loss_that_is_seen_only_after_the_command_is_reported_too() {
 }
 
 #[test]
-fn a_database_that_went_away_in_a_wait_is_not_busy() {
-    // Where the wait is over before the server has stopped, the lock was busy.
+fn an_outage_during_a_wait_is_not_a_busy_lock() {
+    // A slow server may stop only after the wait, and then the lock is busy, so rounds are
+    // repeated.
     for _ in 0..20 {
         let cluster = Cluster::start();
         let database = cluster.database();
         let mut holder = Session::of(&database);
         holder.take("x");
         let mut running = Running::start(&mut run(&database.url(), "x --wait 5s", "true"));
-        eventually("it waits", || {
+        eventually("the command waits", || {
             holder.locks(false) == 1 || running.child().try_wait().unwrap().is_some()
         });
         cluster.stop(StopMode::Fast);
@@ -475,11 +480,11 @@ fn a_database_that_went_away_in_a_wait_is_not_busy() {
         }
         assert_eq!(status, Some(73));
     }
-    panic!("it is always busy");
+    panic!("the lock was busy in every round");
 }
 
 #[test]
-fn a_request_that_is_completed_by_another_one_ends_the_command() {
+fn completing_the_request_elsewhere_ends_the_command() {
     let database = installed();
     let url = &database.url();
     let mut running = Running::start(&mut run(url, "x --lease 12s", UNTIL_TERM));
@@ -493,7 +498,7 @@ fn a_request_that_is_completed_by_another_one_ends_the_command() {
 }
 
 #[test]
-fn neither_standard_input_nor_a_place_for_output_is_needed() {
+fn closed_standard_streams_and_full_disks_do_not_matter() {
     let database = Database::new();
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", "\"$0\" run x -- sh -c 'exit 5' <&- >&- 2>&-"]);
@@ -536,7 +541,7 @@ fn under_nohup_a_hangup_does_nothing() {
 }
 
 #[test]
-fn a_wait_is_explained_and_holds_one_session() {
+fn a_long_wait_names_the_holder_and_keeps_one_session() {
     let database = Database::new();
     let url = &database.url();
     let mut holder = Session::of(&database);
@@ -547,7 +552,9 @@ fn a_wait_is_explained_and_holds_one_session() {
     assert!(message.contains("x waits: "), "{message}");
     assert!(message.contains(&pid), "{message}");
     let sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'interlock x'";
-    eventually("it keeps one session", || holder.number(sessions) == 1);
+    eventually("the command has one session", || {
+        holder.number(sessions) == 1
+    });
     holder.release("x");
     assert_eq!(waiting.status(), Some(0));
 }
@@ -593,8 +600,8 @@ fn the_variables_of_libpq_say_which_database_to_use() {
             name => (format!("PG{}", name.to_uppercase()), value),
         })
         .collect();
-    let mut looks = Session::of(&database);
-    looks.take("x");
+    let mut admin = Session::of(&database);
+    admin.take("x");
     let holds = |command: &mut std::process::Command| {
         let (status, text) = printed(command);
         assert_eq!(status, Some(0), "{text}");
@@ -620,7 +627,7 @@ fn the_variables_of_libpq_say_which_database_to_use() {
 }
 
 #[test]
-fn an_unknown_option_is_not_advised_to_be_the_command() {
+fn for_an_unknown_option_no_misleading_advice_is_printed() {
     let (status, text) = printed(&mut interlock("", "run x --wat"));
     assert_eq!(status, Some(2), "{text}");
     assert!(text.contains("--wat"), "{text}");

@@ -10,7 +10,7 @@ use workbench::Database;
 
 use crate::support::{Session, with_default_signals};
 
-/// A command in a terminal, where keys are typed and the screen is read.
+/// A command in a terminal. The test types keys and reads the screen.
 struct Terminal {
     script: Child,
     keys: ChildStdin,
@@ -37,7 +37,7 @@ impl Terminal {
                 command,
                 "/dev/null",
             ])
-            // Another shell, after Ctrl-C, may report its own end instead of the status of what it waited for.
+            // After Ctrl-C another shell may return its own status instead of the command's.
             .env("SHELL", "/bin/bash")
             .env("DATABASE_URL", database.url())
             .env("PATH", format!("{}:/usr/bin:/bin", directory.display()))
@@ -99,13 +99,15 @@ impl Drop for Terminal {
     }
 }
 
-/// What it writes is not in what is typed, which the shell shows, too, and shortens.
+/// The terminal echoes what is typed, so the texts that the command prints must not occur in the
+/// typed line.
 const READS: &str = r#"sh -c 'echo as"k"s; read line; echo "[$line]"; exit 7'"#;
 
 #[test]
 fn the_command_reads_what_is_typed() {
     let database = Database::new();
-    // A job of its own, one beside others, and one that asks beside its standard input.
+    // A job of one process, a job in a shell, and a command that reads the terminal besides its
+    // standard input.
     for line in [
         format!("exec interlock run x -- {READS}"),
         format!("interlock run x -- {READS} 2>/dev/null"),
@@ -125,7 +127,7 @@ fn the_command_reads_what_is_typed() {
 }
 
 #[test]
-fn the_other_end_of_a_pipeline_reads_too() {
+fn the_other_process_of_a_pipeline_can_read_the_terminal_too() {
     let database = Database::new();
     let line =
         r#"interlock run x -- echo piped | sh -c 'read line </dev/tty; cat; echo "[$line]"'"#;
@@ -160,7 +162,7 @@ fn control_c_reaches_the_command_once() {
 }
 
 #[test]
-fn control_c_ends_a_command_that_does_not_care() {
+fn control_c_ends_a_command_without_a_handler() {
     let database = Database::new();
     let line = "exec interlock run x -- sh -c 'echo waits; exec sleep 1000'";
     let Some(mut terminal) = Terminal::start(&database, line) else {
@@ -180,7 +182,8 @@ fn control_z_stops_the_job_and_fg_goes_on() {
         return;
     };
     terminal.types("PS1=pro'mpt '\n");
-    // Once it has read a line, it has the terminal. A Ctrl-Z at the moment when it gets it may be lost.
+    // The command reads a line first, and so has the terminal. A Ctrl-Z at the moment when it gets
+    // the terminal may be lost.
     let reads_twice = READS.replace("read line", "read line; echo as\"k\"s more; read line");
     for rest in ["", " 2>/dev/null"] {
         terminal.shows("prompt ");
@@ -197,7 +200,7 @@ fn control_z_stops_the_job_and_fg_goes_on() {
         terminal.types("typed\n");
         terminal.shows("[typed]");
     }
-    // In the background it stops when it asks, and asks again in the foreground.
+    // In the background the command stops when it reads, and reads again in the foreground.
     terminal.shows("prompt ");
     terminal.types(&format!("interlock run x -- {READS} &\n"));
     terminal.shows("asks");

@@ -1,4 +1,4 @@
-//! What `interlock doctor` finds, and what becomes of it when its remedy is pasted.
+//! The findings of `interlock doctor`, and a check that the remedy of a finding removes it.
 
 use std::io::Write;
 use std::path::Path;
@@ -9,7 +9,7 @@ use workbench::Cluster;
 
 use super::{interlock, output};
 
-/// What doctor finds.
+/// The exit status and the findings.
 #[track_caller]
 pub(crate) fn found(url: &str, arguments: &str) -> (Option<i32>, Vec<Value>) {
     let mut command = interlock(url, &format!("doctor --json {arguments}"));
@@ -33,8 +33,8 @@ pub(crate) fn of<'a>(lines: &'a [Value], level: &str, word: &str) -> Option<&'a 
     lines.iter().find(is_it)
 }
 
-/// Pastes the remedy, as a superuser and with the program on the path, and looks again. Returns the
-/// status of the last look.
+/// Executes the remedy, as a superuser and with the program on the path. Asserts that `doctor` no
+/// longer reports the finding, and returns its status.
 #[track_caller]
 pub(crate) fn remedied(
     url: &str,
@@ -51,7 +51,7 @@ pub(crate) fn remedied(
     status
 }
 
-/// Pastes the remedy of a line. Returns what was pasted.
+/// Executes the remedy of a finding. Returns the commands.
 #[track_caller]
 pub(crate) fn paste(line: &Value, of_superuser: &str) -> String {
     let mut all = String::new();
@@ -60,23 +60,23 @@ pub(crate) fn paste(line: &Value, of_superuser: &str) -> String {
         let mut psql = Command::new("psql");
         psql.args(["-qX", "-v", "ON_ERROR_STOP=1", of_superuser]);
         psql.env("PGOPTIONS", "-c statement_timeout=0 -c lock_timeout=0");
-        all += &pasted(psql, sql);
+        all += &execute(psql, sql);
     }
     if let Some(shell) = line["shell"].as_str().filter(|shell| !shell.is_empty()) {
         let directory = Path::new(env!("CARGO_BIN_EXE_interlock")).parent().unwrap();
         let mut sh = Command::new("sh");
         sh.env("DATABASE_URL", of_superuser);
         sh.env("PATH", format!("{}:/usr/bin:/bin", directory.display()));
-        // Where it asks, the operator says yes.
+        // A command that asks for confirmation gets it.
         sh.args(["-c", &format!("{shell} <<END\ny\nEND")]);
-        all += &pasted(sh, "");
+        all += &execute(sh, "");
     }
     assert!(!all.is_empty(), "no remedy: {line}");
     all
 }
 
 #[track_caller]
-fn pasted(mut program: Command, text: &str) -> String {
+fn execute(mut program: Command, text: &str) -> String {
     let mut child = program
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -94,7 +94,7 @@ fn pasted(mut program: Command, text: &str) -> String {
     format!("{program:?} {text}")
 }
 
-/// A server without the roles of other tests, with what the checklist wants.
+/// A server without the roles of other tests, set up as the checklist says.
 pub(crate) fn healthy() -> Cluster {
     Cluster::builder()
         .setting("client_connection_check_interval", "10s")

@@ -1,4 +1,4 @@
-//! `interlock` as cron starts it, and what looks at the database meanwhile.
+//! Runs `interlock` in the bare environment of cron, and observes the database meanwhile.
 #![allow(dead_code)] // each crate uses a part
 
 pub(crate) mod doctor;
@@ -23,8 +23,8 @@ pub(crate) fn installed() -> Database {
     database
 }
 
-/// A program to which signals do what they do by default, also if this process ignores them: a shell
-/// that starts the tests in the background lets them ignore SIGINT.
+/// A program with the default disposition of all signals. A program inherits ignored signals, and a
+/// shell that starts the tests in the background lets them ignore SIGINT.
 pub(crate) fn with_default_signals(program: &str) -> Command {
     const EXEC: &str = "$SIG{$_} = 'DEFAULT' for qw(HUP INT QUIT TERM USR1 USR2 TSTP CHLD); \
         exec { $ARGV[0] } @ARGV or die $!";
@@ -88,7 +88,7 @@ pub(crate) fn printed(command: &mut Command) -> (Option<i32>, String) {
     (output.status.code(), text.into_owned())
 }
 
-/// A program that runs, and is killed when the test ends.
+/// A running program, which is killed when the value is dropped.
 pub(crate) struct Running {
     child: Child,
     lines: BufReader<ChildStdout>,
@@ -105,7 +105,7 @@ impl Running {
         &mut self.child
     }
 
-    /// The next line that it writes.
+    /// The next line of its standard output.
     pub(crate) fn line(&mut self) -> String {
         let mut line = String::new();
         self.lines.read_line(&mut line).unwrap();
@@ -119,7 +119,7 @@ impl Running {
     /// Waits until it has ended.
     pub(crate) fn status(&mut self) -> Option<i32> {
         let mut status = None;
-        eventually("it has ended", || {
+        eventually("the program has ended", || {
             status = self.child.try_wait().unwrap();
             status.is_some()
         });
@@ -134,7 +134,7 @@ impl Drop for Running {
     }
 }
 
-/// A program whose messages are read while it runs, and that is killed when the test ends.
+/// A running program whose standard error is read, and which is killed when the value is dropped.
 pub(crate) struct Speaking {
     child: Child,
     lines: BufReader<ChildStderr>,
@@ -147,7 +147,7 @@ impl Speaking {
         Self { child, lines }
     }
 
-    /// The next message.
+    /// The next line of its standard error.
     pub(crate) fn message(&mut self) -> String {
         let mut line = String::new();
         self.lines.read_line(&mut line).unwrap();
@@ -173,7 +173,7 @@ pub(crate) fn signal(pid: u32, name: &str) {
     assert!(sent.unwrap().success());
 }
 
-/// Whether a process runs. One that nobody has reaped yet does not.
+/// Whether a process runs. A zombie does not.
 pub(crate) fn is_alive(pid: &str) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat
@@ -183,7 +183,7 @@ pub(crate) fn is_alive(pid: &str) -> bool {
     state.is_some_and(|state| !"ZX".contains(state))
 }
 
-/// A path that does not exist yet, removed with the value.
+/// A path that does not exist yet. The file is removed when the value is dropped.
 pub(crate) struct Mark(pub(crate) PathBuf);
 
 impl Mark {
@@ -199,7 +199,7 @@ impl Drop for Mark {
     }
 }
 
-/// A session that looks, and that takes locks as a client in any other language would.
+/// A session that observes, and takes locks as a client in another language does.
 pub(crate) struct Session(pub(crate) PgConnection);
 
 impl Session {
@@ -243,7 +243,7 @@ impl Session {
         self.sql(&format!("SELECT pg_advisory_unlock({})", id(name)));
     }
 
-    /// How many sessions hold advisory locks of this database, or wait for them.
+    /// The number of sessions that hold advisory locks of this database (`true`), or wait for them.
     pub(crate) fn locks(&mut self, is_granted: bool) -> i64 {
         self.number(&format!(
             "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted = {is_granted}
@@ -251,7 +251,7 @@ impl Session {
         ))
     }
 
-    /// Ends those who hold advisory locks of this database.
+    /// Ends the sessions that hold advisory locks of this database.
     pub(crate) fn end_holders(&mut self) {
         self.sql(
             "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted
@@ -265,7 +265,7 @@ pub(crate) fn id(name: &str) -> String {
     LockKey::from(name.to_owned()).id().unwrap().to_string()
 }
 
-/// Looks until it is so, for a minute.
+/// Waits for at most a minute until the condition holds.
 #[track_caller]
 pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(60);

@@ -116,7 +116,7 @@ pub(crate) async fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
 }
 
 /// A pool that does not test its connections.
-pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
+pub(crate) fn unchecked_pool(database: &workbench::Endpoint, size: u32) -> PgPool {
     let _entered = workbench::runtime().enter();
     unchecked(database, size)
 }

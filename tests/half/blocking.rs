@@ -112,7 +112,7 @@ pub(crate) fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
 }
 
 /// A pool that does not test its connections, unless nothing else notices that they are broken.
-pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
+pub(crate) fn unchecked_pool(database: &workbench::Endpoint, size: u32) -> PgPool {
     Pool::builder()
         .max_size(size)
         .test_on_check_out(!NOTICES_BROKEN)

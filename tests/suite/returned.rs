@@ -2,18 +2,25 @@
 //! try is not refused because of it, and no open transaction is back in the pool. A timeout of zero
 //! is one try.
 
+use std::env;
+use std::process::exit;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use workbench::Database;
+use workbench::{Database, RoundTrips};
 
 use crate::assert_matches;
+use crate::half::schedule::RunDue;
 use crate::half::*;
 use crate::support::{
-    IN_FLIGHT, Observer, Wanted, assert_pool_whole, eventually, in_a_quick_round, installed, number,
+    IN_FLIGHT, Observer, Process, Wanted, assert_pool_whole, eventually, hourly, in_a_quick_round,
+    installed, number, once_at_least,
 };
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("returned");
 const SLOT: Semaphore = Semaphore::named("returned", 1, Duration::from_secs(3600));
+const TICK: Schedule = Schedule::named("returned");
 const UNITS: RateLimit = RateLimit::named("returned", Quota::per_hour(1));
 
 /// How often a test repeats its round, so that it does not pass by luck.
@@ -88,6 +95,119 @@ fn a_slot_is_free_when_the_error_of_the_work_is_returned() {
         let failed: Result<()> = wait(SLOT.with(&pool, work!(|_permit| Err(Error::TimedOut))));
         assert_matches!(failed, Err(Error::TimedOut));
         assert!(number(observer, IN_FLIGHT) == 0 || is_slow(began));
+    }
+}
+
+/// The exit codes of a program whose release was awaited, and of one where it may have been left to the background.
+const AWAITED: i32 = 10;
+const LEFT: i32 = 11;
+
+/// The program of a child process: its work fails, and it exits with that error at once.
+fn fail_and_exit(kind: usize, round: &str, url: &str) -> ! {
+    let pool = make_pool(url, 1, Duration::from_secs(20));
+    let failed_at = Mutex::new(None);
+    let fail = || {
+        *failed_at.lock().unwrap() = Some(Instant::now());
+        Err::<(), _>(Error::TimedOut)
+    };
+    let has_failed = match kind {
+        0 => wait(LOCK.key(round).with(&pool, work!(|_conn| fail()))).is_err(),
+        1 => wait(SLOT.key(round).with(&pool, work!(|_permit| fail()))).is_err(),
+        _ => {
+            let tick = TICK.key(round);
+            matches!(
+                wait(tick.run_due(&pool, hourly, work!(|_tick| fail()))),
+                Ok(RunDue::Ran)
+            )
+        }
+    };
+    assert!(has_failed);
+    let failed_at = failed_at.into_inner().unwrap().expect("it was taken");
+    exit(if is_slow(failed_at) { LEFT } else { AWAITED })
+}
+
+/// What such a program leaves to the background is never done.
+#[test]
+fn a_program_that_ends_with_the_error_of_its_work_leaves_nothing_taken() {
+    const PROGRAM: &str = "INTERLOCK_TEST_PROGRAM";
+    const NAME: &str =
+        "suite::returned::a_program_that_ends_with_the_error_of_its_work_leaves_nothing_taken";
+    if let Ok(program) = env::var(PROGRAM) {
+        let mut words = program.splitn(3, ' ');
+        let mut next = || words.next().expect("three words");
+        let (kind, round, url) = (next().parse().unwrap(), next(), next());
+        fail_and_exit(kind, round, url);
+    }
+    let database = installed();
+    let pool = pool(&database, 1);
+    let mut awaited = 0;
+    for round in 0..90 {
+        let kind = round % 3;
+        let tick = TICK.key(round);
+        if kind == 2 {
+            assert!(wait(tick.trigger(&pool)).unwrap());
+        }
+        let program = format!("{kind} {round} {}", database.url());
+        match Process::start(NAME, PROGRAM, &program).end() {
+            Some(AWAITED) => awaited += 1,
+            Some(LEFT) => continue,
+            code => panic!("it has ended with {code:?}"),
+        }
+        match kind {
+            0 => assert!(
+                wait(LOCK.key(round).try_acquire(&pool))
+                    .unwrap()
+                    .is_acquired()
+            ),
+            1 => assert!(
+                wait(SLOT.key(round).try_acquire(&pool))
+                    .unwrap()
+                    .is_admitted()
+            ),
+            _ => {
+                assert!(wait(tick.trigger(&pool)).unwrap());
+                let ran = wait(tick.run_due(&pool, hourly, work!(|_tick| Ok::<_, Error>(()))));
+                assert_eq!(ran.unwrap(), RunDue::Ran);
+            }
+        }
+    }
+    assert!(awaited > 45, "only {awaited} releases were awaited");
+}
+
+/// What a failed work may have left open ends in the same flight.
+#[test]
+fn a_release_takes_one_round_trip_whether_the_work_has_failed_or_not() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = unchecked_pool(&proxy, 1);
+    let before = &AtomicU64::new(0);
+    let work = |fails: bool| {
+        before.store(proxy.flights(), SeqCst);
+        if fails { Err(Error::TimedOut) } else { Ok(()) }
+    };
+    let several = AdvisoryLock::all([&LOCK, &LOCK.key(1)]);
+    for fails in [false, true] {
+        let kinds: [(_, &dyn Fn() -> Result<()>); 3] = [
+            ("a lock", &|| {
+                wait(LOCK.with(&pool, work!(|_conn| work(fails))))
+            }),
+            ("several locks", &|| {
+                wait(several.with(&pool, work!(|_conn| work(fails))))
+            }),
+            ("a permit", &|| {
+                wait(SLOT.with(&pool, work!(|_permit| work(fails))))
+            }),
+        ];
+        for (what, with) in kinds {
+            assert_eq!(with().is_err(), fails, "{what}"); // and its statements are prepared
+            // So that no reply arrives between two messages, unless a thread was asleep.
+            proxy.set_delay(Duration::from_millis(100), Duration::ZERO);
+            once_at_least(what, || {
+                assert_eq!(with().is_err(), fails, "{what}");
+                proxy.flights() - before.load(SeqCst) == 1
+            });
+            proxy.set_delay(Duration::ZERO, Duration::ZERO);
+        }
     }
 }
 

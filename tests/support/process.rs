@@ -20,6 +20,11 @@ impl Process {
         Self(process.unwrap())
     }
 
+    /// Waits until the process has ended, and returns its exit code.
+    pub(crate) fn end(mut self) -> Option<i32> {
+        self.0.wait().unwrap().code()
+    }
+
     /// Kills the process, as an out-of-memory killer would.
     pub(crate) fn kill(mut self) {
         self.0.kill().unwrap();

@@ -63,6 +63,7 @@ struct Shared {
     server: Mutex<(String, u16)>,
     connections: AtomicU64,
     parses: AtomicU64,
+    flights: AtomicU64,
     /// Counts the round trips, too.
     faults: Faults,
     /// A round trip, and the most that chance adds to each half of it.
@@ -119,6 +120,7 @@ impl RoundTrips {
             server: Mutex::new(server.address()),
             connections: AtomicU64::new(0),
             parses: AtomicU64::new(0),
+            flights: AtomicU64::new(0),
             faults: Faults::default(),
             delay: Mutex::default(),
             network: RwLock::new(Network::Works),
@@ -135,6 +137,12 @@ impl RoundTrips {
     /// How many round trips all connections through the proxy have made so far.
     pub fn round_trips(&self) -> u64 {
         self.shared.faults.messages()
+    }
+
+    /// How many flights of messages clients have sent so far: messages are of one flight if no reply has passed between them.
+    /// Where the network is [slow](Self::set_delay), these are what a client sends without waiting for a reply.
+    pub fn flights(&self) -> u64 {
+        self.shared.flights.load(Ordering::SeqCst)
     }
 
     /// How many connections clients have opened so far, including those that only cancel a statement.
@@ -297,6 +305,9 @@ impl Shared {
             let passed = self.pass(|| {
                 if link.is_silent() {
                     return Ok(());
+                }
+                if link.begins_flight(from) {
+                    self.flights.fetch_add(1, Ordering::SeqCst);
                 }
                 let (bytes, armed) = look(&piece);
                 if self.transcripts.is_some() {

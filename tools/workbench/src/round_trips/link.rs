@@ -36,6 +36,8 @@ struct State {
     is_asked: bool,
     /// Nothing passes any more, not even the end of a connection.
     is_silent: bool,
+    /// The client has sent something since the server last has.
+    is_awaited: bool,
     /// How many messages that end with the server being ready were forwarded.
     requests: u64,
     /// The fault that swallows the reply to the last of them. Nothing is forwarded after that one.
@@ -107,6 +109,12 @@ impl Link {
 
     pub(super) fn fall_silent(&self) {
         self.state().is_silent = true;
+    }
+
+    /// Notes that something of this side passes. Returns whether it is the first of the client since a reply.
+    pub(super) fn begins_flight(&self, from: Side) -> bool {
+        let is_request = from == Side::Client;
+        !mem::replace(&mut self.state().is_awaited, is_request) && is_request
     }
 
     pub(super) fn is_silent(&self) -> bool {

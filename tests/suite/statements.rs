@@ -15,6 +15,8 @@ use workbench::{Database, Exchange, RoundTrips};
 use super::throttles::Resource;
 use crate::half::schedule::every;
 use crate::half::*;
+#[cfg(feature = "tracing")]
+use crate::support::log::Log;
 use crate::support::{Observer, Own, Step, eventually, foreign_holder, installed, run, text};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -76,7 +78,7 @@ fn the_page_has_every_statement_that_is_sent() {
         }
         (page, seen)
     });
-    if IS_ASYNC {
+    if IS_ASYNC || cfg!(not(feature = "tracing")) {
         let written = std::fs::read_to_string(PAGE).unwrap();
         // diesel-async begins transactions, and reads its table of migrations, by statements of its
         // own.
@@ -389,6 +391,20 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
             wait(wait(LOCK.acquire(pool)).unwrap().release()).unwrap();
         });
     };
+    #[cfg(feature = "tracing")]
+    let waits_long = |pool: &PgPool, _: &str| {
+        const NAME: &str = "statements of a long wait";
+        static LONG: AdvisoryLock = AdvisoryLock::named(NAME);
+        let log = Log::of(NAME);
+        let warnings = log.long_waits().len();
+        let holder = foreign_holder(&database, LONG.lock_key());
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| drop(wait(LONG.acquire(pool)).unwrap()));
+            eventually("the wait is logged", || log.long_waits().len() > warnings);
+            drop(holder);
+            waiter.join().unwrap();
+        });
+    };
     let panics = |pool: &PgPool, _: &str| {
         let worked = catch_unwind(AssertUnwindSafe(|| {
             on_one(pool, |conn| {
@@ -452,6 +468,13 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
                 "`acquire`, `acquire_timeout`",
                 "tries, waits on the server in slices of 200 ms, and reads whether the lock was granted",
                 &waits,
+            ),
+            #[cfg(feature = "tracing")]
+            Sends(
+                "Session locks",
+                "a wait of more than five seconds",
+                "asks once, for the warning in the log, which session holds the lock",
+                &waits_long,
             ),
             Sends(
                 "Session locks",

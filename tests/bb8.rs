@@ -4,7 +4,8 @@
 //! `src/pool/bb8.rs`: the check-out and what its dropped future leaves, `idle` and `can_spare` (bb8
 //! tells how many connections are idle, not how many it may open), and `discard`. bb8 also closes a
 //! broken connection as soon as it comes back, where deadpool does that at the next check-out, and
-//! it serves a caller that returns at once before those that wait.
+//! it serves a caller that returns at once before those that wait
+//! (<https://github.com/djc/bb8/issues/243>).
 //!
 //! The differences, and the modules that can notice them:
 //! - who waits on the server, and who polls: `waiting`, `queues`, `semaphore_waiting`

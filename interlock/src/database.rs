@@ -5,7 +5,8 @@
 //! **The search path is set for each transaction of a query**, not once per connection, because a
 //! pooler in transaction mode would pass the setting on to other clients. Only `run` without
 //! `--lease` sets it for whole sessions, because `run` has just checked that there is no such
-//! pooler. PgBouncer refuses the alternative, `options` in the URL. A test fills `public` with
+//! pooler. The alternative, `options` in the URL, is refused by PgBouncer unless it is listed in
+//! <https://www.pgbouncer.org/config.html#ignore_startup_parameters>. A test fills `public` with
 //! functions, operators, types and relations that have the names of all those of PostgreSQL.
 
 use std::sync::Arc;

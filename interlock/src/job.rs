@@ -3,8 +3,9 @@
 //!
 //! **`interlock` starts itself again as `interlock __exec` to set the parent-death signal.** The
 //! signal must be set between fork and exec, and without `unsafe` only a separate program can run
-//! code there. The kernel sends the signal when the thread that spawned the child ends, so the main
-//! thread spawns it.
+//! code there. The kernel sends the signal when the thread that spawned the child ends, not when
+//! the process does, so the main thread spawns the child: see the warning in
+//! <https://man7.org/linux/man-pages/man2/prctl.2.html>.
 //!
 //! **Signals are blocked and taken from a queue**, so a signal that was ignored, as under `nohup`,
 //! stays ignored for the command.

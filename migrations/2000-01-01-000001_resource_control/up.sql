@@ -109,7 +109,8 @@ BEGIN
         RETURN 0;
     END IF;
     -- The condition makes the planner use the index. Callers set enable_seqscan = off, which before PostgreSQL 18 adds 10^10 to
-    -- the estimated cost of a sequential scan, and such a cost would start a JIT compilation.
+    -- the estimated cost of a sequential scan, and such a cost would start a JIT compilation:
+    -- https://www.mail-archive.com/pgsql-hackers@lists.postgresql.org/msg20716.html
     RETURN GREATEST(0, timeline - 1 + COALESCE((SELECT b.base FROM resource_control.token_base AS b WHERE b.is_only), 0)) << 40;
 END
 $$;

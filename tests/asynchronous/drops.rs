@@ -359,6 +359,8 @@ fn futures_that_are_always_dropped_in_their_first_prepare_fill_no_session() {
     }
 }
 
+/// A future that is dropped between `BEGIN` and diesel-async's note of it leaves a transaction that
+/// diesel-async does not see: <https://github.com/diesel-rs/diesel_async/issues/198>.
 #[test]
 fn dropped_scopes_and_transactions_on_a_callers_connection_leave_nothing() {
     let database = Database::new();

@@ -50,9 +50,9 @@ impl<S: Subscriber> Layer<S> for Collect {
 impl Collect {
     /// Calls `work` with this collector as the subscriber of the thread.
     ///
-    /// A second, global subscriber is needed: as long as there is only one subscriber, tracing asks
-    /// only the thread that reaches a call site first, and caches for all threads that no one
-    /// listens.
+    /// A second, global subscriber is needed. As long as there is only one, tracing asks only the
+    /// thread that reaches a call site first, and caches for all threads that nobody listens:
+    /// <https://github.com/tokio-rs/tracing/issues/3611>.
     fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         Log::of("any");
         with_default(tracing_subscriber::registry().with(self.clone()), work)

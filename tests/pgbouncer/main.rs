@@ -13,7 +13,7 @@ use diesel_interlock::PgPool;
 use workbench::{Endpoint, PgBouncer};
 
 /// Switches prepared statements off behind PgBouncer before 1.21, which does not support them in
-/// transaction mode.
+/// transaction mode: <https://www.pgbouncer.org/changelog.html>.
 #[derive(Debug)]
 struct NoStatementCache;
 

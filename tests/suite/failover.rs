@@ -58,7 +58,8 @@ fn tokens_grow_when_a_standby_is_promoted_that_has_lost_commits() {
         let pool = make_pool(&primary.url("postgres"), 2, PATIENCE);
         wait_for(&primary, &standby);
         standby.detach();
-        // A sequence logs 32 numbers ahead in the WAL; draw more than these.
+        // Draws more numbers than a sequence logs ahead in the WAL: 32, `SEQ_LOG_VALS` in
+        // PostgreSQL's sequence.c.
         for _ in 0..40 {
             largest = tokens(&pool);
         }
@@ -89,7 +90,8 @@ fn wait_for(primary: &Cluster, standby: &Cluster) {
 }
 
 /// A claim sets `enable_seqscan = off`. A sequential scan would then have a cost at which
-/// PostgreSQL compiles the statement by JIT, for most of a second at each claim.
+/// PostgreSQL compiles the statement by JIT, for most of a second at each claim:
+/// <https://www.mail-archive.com/pgsql-hackers@lists.postgresql.org/msg20716.html>.
 #[test]
 fn a_claim_scans_no_table_for_the_base_of_tokens() {
     let database = installed();

@@ -40,7 +40,8 @@ fn callers_that_take_connections_without_a_pause_do_not_starve_a_renewal() {
                 while is_over.load(Ordering::Relaxed) == 0 {
                     wait(on_first(&pool, "SELECT pg_sleep(0.001)")).unwrap();
                     if IS_ASYNC {
-                        // bb8 serves a caller that returns at once before those that wait.
+                        // bb8 serves a caller that returns at once before those that wait:
+                        // https://github.com/djc/bb8/issues/243
                         thread::sleep(Duration::from_millis(1));
                     }
                 }

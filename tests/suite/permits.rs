@@ -173,7 +173,8 @@ fn a_release_gets_through_a_pool_that_is_never_idle() {
                 while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
                     wait(on_first(&pool, "SELECT pg_sleep(0.005)")).unwrap();
                     if IS_ASYNC {
-                        // bb8 serves a caller that returns at once before those that wait.
+                        // bb8 serves a caller that returns at once before those that wait:
+                        // https://github.com/djc/bb8/issues/243
                         std::thread::sleep(Duration::from_millis(1));
                     }
                 }

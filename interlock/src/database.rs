@@ -25,8 +25,8 @@ use serde_json::Value;
 use crate::ps::plain;
 use crate::{Failure, refusal, say, unreachable};
 
-/// Who holds advisory locks, and who waits for them on the server. It needs no schema, and also
-/// shows what each session does.
+/// The sessions that hold advisory locks, and those that wait for them on the server, with what each
+/// session is doing. The query needs no schema.
 pub(crate) const LOCKS: &str = "
     SELECT CASE l.objsubid WHEN 1 THEN ((l.classid::bigint << 32) | l.objid::bigint)::text
             ELSE format('%s, %s', l.classid::bigint::bit(32)::integer, l.objid::bigint::bit(32)::integer) END AS lock,
@@ -300,7 +300,8 @@ pub(crate) fn execute(conn: &mut PgConnection, statements: &str) -> QueryResult<
     in_transaction(conn, "", |conn| conn.batch_execute(statements))
 }
 
-/// Not Diesel's, because a transaction must have its settings before a timeout of the role ends it.
+/// Runs `work` in a transaction. BEGIN and the settings are one message, because with Diesel's own
+/// transaction a timeout of the role could end it before the settings arrive.
 fn in_transaction<T>(
     conn: &mut PgConnection,
     settings: &str,

@@ -93,7 +93,7 @@ impl Kill {
             }
         } else if self.leader {
             Questions {
-                // As in the view, which has no service.
+                // The condition of the view `leader`, which does not have the column `service`.
                 shown: concat!(
                     "SELECT $1::text AS name, ",
                     request!("holder"),

@@ -26,7 +26,7 @@ fn a_server_that_demands_tls_is_reached_and_doctor_says_whether_a_connection_is_
     assert!(why.contains("add sslmode=require"), "{why}");
 }
 
-/// Who may connect over TCP, as lines of `pg_hba.conf`.
+/// Replaces the TCP lines of `pg_hba.conf`.
 fn let_in(cluster: &Cluster, database: &Database, who: &str) {
     let path = cluster.directory().join("data/pg_hba.conf");
     let local = "local all all trust\nlocal replication all trust\n";
@@ -70,7 +70,8 @@ fn from_the_network(endpoint: &Endpoint, port: &str) -> (Running, String, String
                 PeerPort => $port) or die $!;
             fork ? copy($client, $server) : copy($server, $client);
         }"#;
-    // Nothing is sent.
+    // `connect` of a UDP socket sends nothing: it selects the address of this machine on the
+    // network.
     let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
     socket
         .connect("192.0.2.1:9")
@@ -84,7 +85,7 @@ fn from_the_network(endpoint: &Endpoint, port: &str) -> (Running, String, String
 }
 
 #[test]
-fn what_a_network_adds_is_named_and_cured() {
+fn faults_of_a_network_connection_are_reported_and_repaired() {
     let cluster = Cluster::builder().tls().start();
     let database = cluster.database();
     let mut session = Session::of(&database);
@@ -122,7 +123,7 @@ fn what_a_network_adds_is_named_and_cured() {
 }
 
 #[test]
-fn a_client_certificate_that_is_missing_or_unreadable_is_told_from_a_wrong_authority() {
+fn a_missing_or_unreadable_client_certificate_differs_from_a_wrong_authority() {
     let cluster = Cluster::builder().tls().start();
     let database = cluster.database();
     let mut session = Session::of(&database);
@@ -156,7 +157,7 @@ fn a_client_certificate_that_is_missing_or_unreadable_is_told_from_a_wrong_autho
     assert_eq!(printed(&mut shell), (Some(0), String::new()));
     connects(with);
 
-    // Of another authority than the server's.
+    // A certificate of another authority than the server's.
     let other = Cluster::builder().tls().start();
     let root = other.directory().join("ca.crt").display().to_string();
     let wrong = Endpoint::new(with).url_with("sslrootcert", &root);
@@ -168,7 +169,7 @@ fn a_client_certificate_that_is_missing_or_unreadable_is_told_from_a_wrong_autho
 }
 
 #[test]
-fn a_method_of_authentication_that_is_not_wanted_is_no_wrong_password() {
+fn an_unwanted_method_of_authentication_is_not_a_wrong_password() {
     let cluster = Cluster::builder().tls().start();
     let database = cluster.database();
     Session::of(&database).sql("CREATE ROLE app LOGIN PASSWORD 'known'");

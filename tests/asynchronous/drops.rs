@@ -322,9 +322,10 @@ fn dropped_releases_add_no_prepared_statements() {
     }
 }
 
-/// Each prepares its statement anew, and the server keeps it, up to a bound.
+/// Each dropped future leaves another prepared statement in the session, and after a number of them
+/// the crate replaces the session.
 #[test]
-fn futures_that_are_always_dropped_in_their_first_prepare_fill_no_session() {
+fn futures_that_are_dropped_while_they_prepare_do_not_fill_a_session() {
     const DROPS: usize = 130;
     const FEW: &str =
         "DO $$ BEGIN ASSERT (SELECT count(*) FROM pg_prepared_statements) < 80; END $$";

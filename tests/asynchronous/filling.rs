@@ -67,7 +67,7 @@ fn an_empty_pool_fills_although_callers_give_up_before_it_connects() {
 }
 
 #[test]
-fn what_is_dropped_over_a_slow_network_opens_no_session_more_than_the_pool_has() {
+fn calls_that_are_dropped_over_a_slow_network_open_no_extra_sessions() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 3, Duration::from_secs(60));

@@ -1,4 +1,4 @@
-//! What only the asynchronous half has.
+//! Tests of behaviour that only the asynchronous half has.
 
 mod auto_traits;
 mod cancelled;

@@ -182,7 +182,7 @@ fn a_drop_that_cannot_release_a_lock_is_a_warning() {
 }
 
 #[test]
-fn what_needs_attention_is_a_warning_with_its_error() {
+fn outcomes_that_need_attention_are_warnings_with_their_errors() {
     let database = installed();
     let pool = pool(&database, 2);
     let lock = AdvisoryLock::named("report");

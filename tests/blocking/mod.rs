@@ -1,4 +1,4 @@
-//! What only the blocking half has.
+//! Tests of behaviour that only the blocking half has.
 
 mod borrowing;
 mod copies;

@@ -70,7 +70,11 @@ impl Drawn {
     #[track_caller]
     fn draw(&mut self, pool: &PgPool) {
         for _ in 0..5 {
-            let tokens = [of_lock(pool), of_permit(pool), of_run(pool)];
+            let tokens = [
+                token_of_lock(pool),
+                token_of_permit(pool),
+                token_of_run(pool),
+            ];
             for (new, old) in tokens.into_iter().zip(self.0) {
                 assert!(new > old, "{tokens:?} after {self:?}");
             }
@@ -99,21 +103,21 @@ impl Drawn {
     }
 }
 
-fn of_lock(pool: &PgPool) -> i64 {
+fn token_of_lock(pool: &PgPool) -> i64 {
     let mut guard = LOCK.acquire(pool).unwrap();
     let token = guard.fencing_token().unwrap();
     guard.release().unwrap();
     token
 }
 
-fn of_permit(pool: &PgPool) -> i64 {
+fn token_of_permit(pool: &PgPool) -> i64 {
     let permit = SLOT.acquire(pool).unwrap();
     let token = permit.fencing_token();
     permit.release().unwrap();
     token
 }
 
-fn of_run(pool: &PgPool) -> i64 {
+fn token_of_run(pool: &PgPool) -> i64 {
     let mut token = 0;
     until("a tick has run", || {
         let next = every(Duration::from_millis(1));

@@ -173,7 +173,7 @@ fn beside<T>(looping: impl Future<Output = ()> + Send, meanwhile: impl FnOnce() 
         scope.spawn(|| {
             block_on(async {
                 tokio::select! {
-                    () = looping => panic!("it has ended"),
+                    () = looping => panic!("the loop has ended"),
                     _ = ended => {}
                 }
             });

@@ -32,11 +32,11 @@ fn tokens(pool: &PgPool) -> [i64; 3] {
     };
     let of_permit = permit.fencing_token();
     wait(permit.release()).unwrap();
-    [of_lock, of_permit, of_run(pool)]
+    [of_lock, of_permit, token_of_run(pool)]
 }
 
 /// The token of the next run of the schedule.
-fn of_run(pool: &PgPool) -> i64 {
+fn token_of_run(pool: &PgPool) -> i64 {
     let token = std::sync::Mutex::new(0);
     eventually("the schedule has run a tick", || {
         let next = every(Duration::from_millis(1));

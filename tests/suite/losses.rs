@@ -271,7 +271,7 @@ fn assert_nothing_was_held(database: &Database, metrics: &Metrics, loops: impl F
 }
 
 #[test]
-fn what_was_granted_too_late_is_neither_won_nor_lost() {
+fn a_term_or_run_that_is_granted_too_late_is_neither_won_nor_lost() {
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 4);
@@ -285,12 +285,23 @@ fn what_was_granted_too_late_is_neither_won_nor_lost() {
     run(&mut database.connect(), SLOW_CLAIMS);
 
     assert_nothing_was_held(&database, &Metrics("late"), |several| {
-        while_it_leads(&leader, &pool, |_| panic!("it leads"), several);
+        while_it_leads(
+            &leader,
+            &pool,
+            |_| panic!("the work of a term that was granted too late runs"),
+            several,
+        );
     });
     eventually("all slots are free", || {
         number(&mut database.connect(), IN_FLIGHT) == 0
     });
     assert_nothing_was_held(&database, &Metrics("late run"), |several| {
-        while_it_runs(&schedule, &pool, &hourly, &|_| panic!("it runs"), several);
+        while_it_runs(
+            &schedule,
+            &pool,
+            &hourly,
+            &|_| panic!("the work of a run that was granted too late runs"),
+            several,
+        );
     });
 }

@@ -1,4 +1,4 @@
-//! One module per behaviour, the same over each pool.
+//! Tests that run over every pool, one module per behaviour.
 #![allow(clippy::unit_arg)] // what `wait` is given may be nothing in the blocking half
 
 mod auto_traits;

@@ -205,20 +205,21 @@ fn a_forgotten_first_call_is_an_error_that_says_so() {
     assert_eq!(allowed(&SLOW, &pool).state.remaining, 3);
 }
 
-/// Runs a call while another session holds the row of the key: until the call has waited in vain,
-/// and then again as soon as the call has looked at the row.
-fn while_it_is_held_in_turns<T>(database: &Database, call: impl Fn(&PgPool) -> T) -> T {
+/// Runs a call while another session locks the row of the key. The session frees the row each time
+/// after the call has waited in vain, and locks it again as soon as the call has found it free.
+fn while_the_row_is_locked_in_turns<T>(database: &Database, call: impl Fn(&PgPool) -> T) -> T {
     const HOLD: &str = "BEGIN; UPDATE resource_control.rate_limit SET spent_at = spent_at";
     const HAS_LOOKED: &str = "EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() \
                               AND pid <> pg_backend_pid() AND query LIKE '%SKIP LOCKED%')";
     let proxy = RoundTrips::in_front_of(database);
     let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
     let (holder, mut observer) = (&mut database.connect(), Observer::of(database));
-    // Prepares its statements, so that later each is seen when it runs, and not before.
+    // Prepares the statements, so that below `pg_stat_activity` shows each only when it is
+    // executed.
     run(holder, HOLD);
     let _ = call(&pool);
     run(holder, "COMMIT");
-    // So that what happens on the server between two statements of the call is seen.
+    // The delay leaves time to observe the server between two statements of the call.
     proxy.set_delay(Duration::from_millis(100), Duration::ZERO);
     let (start, is_over) = (Barrier::new(2), AtomicBool::new(false));
     thread::scope(|scope| {
@@ -254,29 +255,30 @@ fn while_it_is_held_in_turns<T>(database: &Database, call: impl Fn(&PgPool) -> T
 fn a_key_that_is_free_after_each_wait_is_no_error_of_the_database() {
     let database = installed();
     let own = pool(&database, 1);
-    let is_done = |name: &str, done: Result<bool, Error>| match done {
-        Ok(is_done) => is_done,
+    let succeeds = |name: &str, outcome: Result<bool, Error>| match outcome {
+        Ok(is_success) => is_success,
         Err(Error::KeyLocked("slow")) => false,
         Err(error) => panic!("{name}: {error}"),
     };
-    once_at_least("they are done as soon as the key is free", || {
+    once_at_least("each call succeeds as soon as the key is free", || {
         wait(SLOW.reset(&own)).unwrap();
-        // A refund that fails counts as made, so that one unit is left for the other.
+        // Two units, because `refund` is called twice, and a refund that fails counts as made.
         let spent = allowed(&SLOW.cost(2), &own);
-        let checked = while_it_is_held_in_turns(&database, |pool| wait(SLOW.check(pool)));
-        let several =
-            while_it_is_held_in_turns(&database, |pool| wait(RateLimit::check_all(&[&SLOW], pool)));
+        let checked = while_the_row_is_locked_in_turns(&database, |pool| wait(SLOW.check(pool)));
+        let several = while_the_row_is_locked_in_turns(&database, |pool| {
+            wait(RateLimit::check_all(&[&SLOW], pool))
+        });
         let refunded =
-            while_it_is_held_in_turns(&database, |pool| wait(SLOW.refund(pool, &spent, 1)));
-        let reset = while_it_is_held_in_turns(&database, |pool| wait(SLOW.reset(pool)));
+            while_the_row_is_locked_in_turns(&database, |pool| wait(SLOW.refund(pool, &spent, 1)));
+        let reset = while_the_row_is_locked_in_turns(&database, |pool| wait(SLOW.reset(pool)));
         [
-            is_done("check", checked.map(|check| check.is_allowed())),
-            is_done("check_all", several.map(|check| check.is_allowed())),
-            is_done("refund", refunded),
-            is_done("reset", reset),
+            succeeds("check", checked.map(|check| check.is_allowed())),
+            succeeds("check_all", several.map(|check| check.is_allowed())),
+            succeeds("refund", refunded),
+            succeeds("reset", reset),
         ]
         .iter()
-        .all(|is_done| *is_done)
+        .all(|is_success| *is_success)
     });
 }
 

@@ -98,9 +98,10 @@ fn a_slot_is_free_when_the_error_of_the_work_is_returned() {
     }
 }
 
-/// The exit codes of a program whose release was awaited, and of one where it may have been left to the background.
+/// The exit codes of a program whose release was awaited, and of one where it may have been left to
+/// the background.
 const AWAITED: i32 = 10;
-const LEFT: i32 = 11;
+const NOT_AWAITED: i32 = 11;
 
 /// The program of a child process: its work fails, and it exits with that error at once.
 fn fail_and_exit(kind: usize, round: &str, url: &str) -> ! {
@@ -122,11 +123,15 @@ fn fail_and_exit(kind: usize, round: &str, url: &str) -> ! {
         }
     };
     assert!(has_failed);
-    let failed_at = failed_at.into_inner().unwrap().expect("it was taken");
-    exit(if is_slow(failed_at) { LEFT } else { AWAITED })
+    let failed_at = failed_at.into_inner().unwrap().expect("the work has begun");
+    exit(if is_slow(failed_at) {
+        NOT_AWAITED
+    } else {
+        AWAITED
+    })
 }
 
-/// What such a program leaves to the background is never done.
+/// A process that exits at once would never run a release in the background.
 #[test]
 fn a_program_that_ends_with_the_error_of_its_work_leaves_nothing_taken() {
     const PROGRAM: &str = "INTERLOCK_TEST_PROGRAM";
@@ -150,8 +155,8 @@ fn a_program_that_ends_with_the_error_of_its_work_leaves_nothing_taken() {
         let program = format!("{kind} {round} {}", database.url());
         match Process::start(NAME, PROGRAM, &program).end() {
             Some(AWAITED) => awaited += 1,
-            Some(LEFT) => continue,
-            code => panic!("it has ended with {code:?}"),
+            Some(NOT_AWAITED) => continue,
+            code => panic!("the child process has ended with {code:?}"),
         }
         match kind {
             0 => assert!(
@@ -174,7 +179,8 @@ fn a_program_that_ends_with_the_error_of_its_work_leaves_nothing_taken() {
     assert!(awaited > 45, "only {awaited} releases were awaited");
 }
 
-/// What a failed work may have left open ends in the same flight.
+/// After failed work the release also ends a transaction that the work may have left open, in the
+/// same flight.
 #[test]
 fn a_release_takes_one_round_trip_whether_the_work_has_failed_or_not() {
     let database = installed();
@@ -199,8 +205,9 @@ fn a_release_takes_one_round_trip_whether_the_work_has_failed_or_not() {
             }),
         ];
         for (what, with) in kinds {
-            assert_eq!(with().is_err(), fails, "{what}"); // and its statements are prepared
-            // So that no reply arrives between two messages, unless a thread was asleep.
+            assert_eq!(with().is_err(), fails, "{what}"); // prepares the statements
+            // With this delay, messages of one flight are all sent before a reply arrives. A thread
+            // that was suspended may send them later, so rounds are repeated.
             proxy.set_delay(Duration::from_millis(100), Duration::ZERO);
             once_at_least(what, || {
                 assert_eq!(with().is_err(), fails, "{what}");

@@ -794,7 +794,7 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
                 "the same on a connection of the pool",
                 &|pool, _| {
                     let Begun::First(doing) = wait(CHARGE.key(2).begin(pool)).unwrap() else {
-                        panic!("it was not done before");
+                        panic!("the key has an outcome already");
                     };
                     wait(doing.finish("done")).unwrap();
                 },
@@ -805,7 +805,7 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
                 "ends the transaction without an outcome",
                 &|pool, _| {
                     let Begun::First(doing) = wait(CHARGE.key(3).begin(pool)).unwrap() else {
-                        panic!("it was not done before");
+                        panic!("the key has an outcome already");
                     };
                     wait(doing.roll_back());
                 },

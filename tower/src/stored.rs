@@ -79,7 +79,7 @@ mod tests {
             let mut context = std::task::Context::from_waker(std::task::Waker::noop());
             let std::task::Poll::Ready(Ok(read_body)) = collected.as_mut().poll(&mut context)
             else {
-                panic!("it is there");
+                panic!("the body is not ready");
             };
             assert_eq!(read_body.to_bytes(), body);
         }

@@ -712,8 +712,8 @@ fn during_an_outage_a_request_is_503_or_let_through() {
     });
 }
 
-/// As those of tower that limit concurrency: a clone is not ready, and only what was found ready
-/// may be called.
+/// A service like tower's concurrency limit: only the instance that was found ready may be called,
+/// and a clone is not ready.
 #[derive(Default)]
 struct OnceReady(bool);
 

@@ -159,8 +159,7 @@ fn differing_view(conn: &mut PgConnection, view: &View) -> QueryResult<Option<Di
         return Ok(None);
     };
     let migrations = |what: &str| format!("SELECT {what} FROM ({query}) AS {name}");
-    // It fails without a right, without a column of a table, and under row security, which are
-    // findings of their own.
+    // Fails for want of a right or of a column, and under row security. Other questions report these.
     let Ok(wanted) = plan(conn, &migrations("*")) else {
         return Ok(None);
     };

@@ -321,7 +321,7 @@ fn objects_that_are_not_as_installed_are_reported_and_repaired() {
     }
 }
 
-/// Its migration alone could not take a column away.
+/// `CREATE OR REPLACE VIEW` cannot drop a column, so the remedy drops the view first.
 #[test]
 fn a_view_with_other_columns_is_created_again() {
     assert_repaired(&[
@@ -719,13 +719,13 @@ fn a_missing_standby_that_every_commit_waits_for_is_reported() {
     let missed = line(url, "", "fail", "needs 1, and 0 such are connected");
     paste(&missed, url);
     let setting = "SELECT current_setting('synchronous_standby_names')";
-    eventually("it is reset", || session.text(setting).is_empty());
+    eventually("the setting is reset", || session.text(setting).is_empty());
     let (status, lines) = found(url, "--strict");
     assert_eq!(status, Some(0), "{lines:#?}");
 }
 
 #[test]
-fn what_the_checklist_sets_up_passes_the_check_of_the_checklist() {
+fn a_set_up_by_the_checklist_passes_the_check_of_the_checklist() {
     let cluster = healthy();
     let database = cluster.database();
     let (name, mut session) = (database.name(), Session::of(&database));

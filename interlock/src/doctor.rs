@@ -86,19 +86,6 @@ impl Doctor {
 
     /// Runs all questions, over as few sessions as possible, because a pooler may allow only one.
     fn ask(&self, sessions: &Sessions, report: &Report) -> Result<(), Failure> {
-        if database::has_tls() {
-            report.ok("this program has TLS");
-        } else {
-            let found = "this program was built with a libpq without TLS: it cannot connect to \
-                servers that require TLS";
-            report.add(
-                "warn",
-                found,
-                "build it with TLS",
-                "",
-                "cargo install --path interlock",
-            );
-        }
         let mut conn = sessions.get(SILENCE)?;
         report.note_settings(&mut conn)?;
         for query in SERVER {

@@ -318,10 +318,6 @@ mod tests {
                 69,
             ),
             ("could not translate host name \"db\" to address", 69),
-            (
-                &(server.to_owned() + "private key file \"k\" has group or world access"),
-                78,
-            ),
         ] {
             let failure = failure(text, url);
             assert_eq!(failure.status, status, "{text}");
@@ -366,37 +362,8 @@ mod tests {
         // With sslmode=prefer, the error has both failures: with TLS and without.
         let both = "; FATAL:  password authentication failed for user \"app\"";
         assert!(entry("10.0.0.2", both).starts_with("put the right password"));
-        for (text, word) in [
-            (
-                "gssencmode value \"require\" invalid when GSSAPI support is not compiled in",
-                "gssencmode",
-            ),
-            (
-                "connection to server at \"db\", port 5432 failed: FATAL:  connection requires a \
-                    valid client certificate",
-                "sslkey",
-            ),
-            (
-                "connection to server at \"db\", port 5432 failed: private key file \"k\" has group \
-                    or world access; file must have permissions u=rw (0600) or less",
-                "chmod 600",
-            ),
-            (
-                "connection to server at \"db\", port 5432 failed: authentication method \
-                    requirement \"none\" failed: server requested SCRAM-SHA-256 authentication",
-                "require_auth",
-            ),
-            ("FATAL:  out of shared memory", "max_locks_per_transaction"),
-            ("session is read-only", "the primary"),
-            ("server is in hot standby mode", "the primary"),
-            (
-                "FATAL:  unrecognized configuration parameter \"x\"",
-                "PGOPTIONS",
-            ),
-        ] {
-            let remedy = remedy(text, "postgres://app@db/app");
-            assert!(remedy.contains(word), "{remedy}");
-        }
+        let full = remedy("FATAL:  out of shared memory", "postgres://app@db/app");
+        assert!(full.contains("max_locks_per_transaction"), "{full}");
         let text = "FATAL:  permission denied for database \"app\"";
         assert!(
             remedy(text, "postgres://app:s3cret@db/app")

@@ -43,12 +43,6 @@ fn refused(url: &str) -> (Option<i32>, String) {
     (status, last["why"].as_str().unwrap().to_owned())
 }
 
-#[track_caller]
-fn connects(url: &str) {
-    let (status, lines) = found(url, "");
-    assert_eq!(status, Some(0), "{lines:#?}");
-}
-
 /// A proxy from whose connections the server sees an address of this machine on its network, and
 /// not the loopback interface.
 fn from_the_network(endpoint: &Endpoint, port: &str) -> (Running, String, String) {
@@ -101,6 +95,12 @@ fn faults_of_a_network_connection_are_reported_and_repaired() {
         session.reload();
     };
     encrypt("off");
+    let (status, why) = refused(&url);
+    assert_eq!(status, Some(78), "{why}");
+    assert!(
+        why.starts_with("the server has no TLS: set ssl = on"),
+        "{why}"
+    );
     let preferring = &url.replace("sslmode=require", "sslmode=prefer");
     let vanishes = "a host that vanishes keeps its locks for about";
     remedied(preferring, &database.url(), "", "warn", vanishes);

@@ -102,3 +102,9 @@ pub(crate) fn healthy() -> Cluster {
         .setting("max_prepared_transactions", "2")
         .start()
 }
+
+#[track_caller]
+pub(crate) fn connects(url: &str) {
+    let (status, lines) = found(url, "");
+    assert_eq!(status, Some(0), "{lines:#?}");
+}

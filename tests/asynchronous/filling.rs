@@ -78,7 +78,7 @@ fn calls_that_are_dropped_over_a_slow_network_open_no_extra_sessions() {
         }
     });
     assert_eq!(proxy.connections(), 3);
-    proxy.set_delay(Duration::from_millis(60), Duration::ZERO);
+    proxy.set_delay(Duration::from_millis(20), Duration::ZERO);
     let slots = Semaphore::named("filling", 2, HOUR);
     let throttle = Throttle::named("filling", HOUR);
     let limit = RateLimit::named("filling", Quota::per_second(100));
@@ -121,7 +121,7 @@ fn a_check_out_that_is_dropped_while_others_wait_costs_no_session() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
-    proxy.set_delay(Duration::from_millis(60), Duration::ZERO);
+    proxy.set_delay(Duration::from_millis(20), Duration::ZERO);
     let slots = Semaphore::named("filling", 100, HOUR);
     let waits = async || {
         let mut first = Box::pin(LOCK.try_acquire(&pool));

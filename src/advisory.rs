@@ -112,7 +112,7 @@ fn report(pool: &PgPool) {
 ///
 /// # Errors
 ///
-/// Session locks fail with [`Error::Input`] for an invalid name, [`Error::Pool`] if the pool gives
+/// Session locks fail with [`Error::Input`] for an invalid name or key, [`Error::Pool`] if the pool gives
 /// no connection, and [`Error::TimedOut`] if there was no reply before the timeout. If the pool
 /// gives a connection inside a transaction, that is [`Error::InsideTransaction`] (a transaction of
 /// `begin_test_transaction` does not count). A hot standby, and a server that is set to refuse

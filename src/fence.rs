@@ -81,7 +81,7 @@ impl<P: Pool> Fence<P> {
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             name: self.name,
-            stored: Cow::Owned(input::join([self.name, &input::show(key)])),
+            stored: Cow::Owned(input::with_key(&[self.name], &input::show(key))),
             pool: PhantomData,
         }
     }

@@ -12,15 +12,15 @@ use crate::error::{Error, Result};
 /// The most bytes that fit into an index together with other columns.
 const LONGEST_TEXT: usize = 1000;
 
-/// Refuses a name that is empty, or that PostgreSQL could not store or index.
+/// Refuses a name, with or without a key, that is empty or that PostgreSQL could not store or index.
 pub(crate) fn name(name: &str) -> Result<()> {
     match name {
-        "" => Err(Error::input("a name must not be empty")),
+        "" => Err(Error::input("a name or a key must not be empty")),
         name => text(name),
     }
 }
 
-/// As [`name`], for a key or details, which may be empty.
+/// As [`name`], for details, and for the key of a column of its own, which is empty without a key.
 pub(crate) fn text(text: &str) -> Result<()> {
     if text.len() > LONGEST_TEXT {
         Err(Error::input(
@@ -64,6 +64,15 @@ pub(crate) fn join<T: Display>(parts: impl IntoIterator<Item = T>) -> String {
         .map(|part| show(part).replace('\\', r"\\").replace(' ', r"\ "))
         .collect();
     escaped.join(" ")
+}
+
+/// Joins a name, of one part or more, and a key. An empty key makes the result empty, which
+/// [`name`] refuses.
+pub(crate) fn with_key(name: &[&str], key: &str) -> String {
+    match key {
+        "" => String::new(),
+        key => join(name.iter().chain([&key])),
+    }
 }
 
 /// Microseconds from 1970, where chrono counts from, to 2000, where PostgreSQL does.

@@ -196,7 +196,7 @@ impl LockKey {
     pub(crate) fn with_key(&self, key: impl fmt::Display) -> Self {
         match (self.number, &self.name) {
             (Number::OfName, Some(name)) if !name.is_empty() => {
-                Self::parts([name.as_ref(), &input::show(key)])
+                Self::from(input::with_key(&[name], &input::show(key)))
             }
             (Number::OfName, _) => self.clone(),
             _ => Self::none(),

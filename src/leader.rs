@@ -64,7 +64,7 @@ use crate::{input, instance};
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, or a lease under 3 seconds or over 1,000 years, and
+/// [`Error::Input`] for an invalid name or key, or a lease under 3 seconds or over 1,000 years, and
 /// [`Error::NotInstalled`]. `lead` does not return errors of the database or the pool: it reports
 /// them as events and tries again.
 #[must_use = "nobody leads until `lead` is called"]
@@ -148,11 +148,14 @@ impl<P: Pool> Leader<P> {
     /// The semaphore of one slot behind the election. Its service starts with the word `leader`, so
     /// that no other semaphore can have it.
     pub(crate) fn semaphore(&self) -> Semaphore<P> {
-        let mut parts = vec!["leader", self.election];
-        parts.extend(self.key.as_deref());
+        let name = ["leader", self.election];
+        let service = match &self.key {
+            None => input::join(name),
+            Some(key) => input::with_key(&name, key),
+        };
         Semaphore::of_election(
             self.election,
-            input::join(parts),
+            service,
             self.lease,
             match &*self.details {
                 "" => Cow::Borrowed(instance::name()),

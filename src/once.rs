@@ -342,11 +342,7 @@ impl<P: Pool> Once<P> {
 
     fn check(&self) -> Result<()> {
         input::name(self.name)?;
-        match self.key.as_deref() {
-            None => Ok(()),
-            Some("") => Err(Error::input("the key of a `Once` must not be empty")),
-            Some(key) => input::text(key),
-        }
+        self.key.as_deref().map_or(Ok(()), input::name)
     }
 
     fn stored_key(&self) -> &str {

@@ -113,7 +113,7 @@ impl<P: Pool> RateLimit<P> {
     }
 
     /// Returns the limit of one caller, tenant or address. Each key has a quota of its own to
-    /// spend. A second call replaces the first key.
+    /// spend. An empty key is none. A second call replaces the first key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Cow::Owned(input::show(key)),

@@ -94,7 +94,7 @@ pub enum RunDue {
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, zero
+/// [`Error::Input`] for an invalid name or key, a lease under 3 seconds or over 1,000 years, zero
 /// attempts, a retry of no times or without a pause, a longest run that is shorter than the lease,
 /// or a `next` that does not advance; [`Error::NotInstalled`]; [`Error::PermitLost`] if
 /// the lease was lost while the work ran; [`Error::Pool`], [`Error::Standby`],
@@ -266,7 +266,7 @@ impl<P: Pool> Schedule<P> {
         }
         let name = match &self.key {
             None => self.name.to_owned(),
-            Some(key) => input::join([self.name, key]),
+            Some(key) => input::with_key(&[self.name], key),
         };
         input::name(&name)?;
         Ok(name)

@@ -81,7 +81,7 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, for no slot or more than 1,000 slots, and for a timeout
+/// [`Error::Input`] for an invalid name or key, for no slot or more than 1,000 slots, and for a timeout
 /// under a microsecond or over 1,000 years; [`Error::Pool`] if the pool gives no connection;
 /// [`Error::NotInstalled`]; [`Error::Standby`] if the server refuses to write; and
 /// [`Error::Database`].
@@ -151,7 +151,7 @@ impl<P: Pool> Semaphore<P> {
     /// escaped by `\`. So `a` with the key `b` is the same semaphore as one named `a b`.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            service: Some(input::join([self.subject.name, &input::show(key)])),
+            service: Some(input::with_key(&[self.subject.name], &input::show(key))),
             ..self.clone()
         }
     }

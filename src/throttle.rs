@@ -96,8 +96,8 @@ impl<P: Pool> Throttle<P> {
     }
 
     /// Returns the throttle of one tenant, user or address. Each key is granted independently of
-    /// the others, and has a row until it is [pruned](crate::prune::throttles). A second call
-    /// replaces the first key.
+    /// the others, and has a row until it is [pruned](crate::prune::throttles). An empty key is
+    /// none. A second call replaces the first key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Cow::Owned(input::show(key)),

@@ -229,6 +229,7 @@ fn elections_have_names_and_keys_of_their_own() {
     for bad in [
         Leader::named("", TTL),
         Leader::named("", TTL).key(7),
+        Leader::named("x", TTL).key(""),
         Leader::named("a\0b", TTL),
         Leader::named("x".repeat(1000).leak(), TTL),
         Leader::named("x", Duration::from_millis(299)),

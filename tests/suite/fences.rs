@@ -52,7 +52,9 @@ fn outside_a_transaction_a_pass_is_an_error() {
     let pool = pool(&database, 1);
     on_one(&pool, |conn| {
         assert_matches!(wait(FENCE.pass(conn, 1)), Err(Error::OutsideTransaction));
-        assert_matches!(wait(Fence::named("").pass(conn, 1)), Err(Error::Input(_)));
+        for bad in [Fence::named(""), FENCE.key("")] {
+            assert_matches!(wait(bad.pass(conn, 1)), Err(Error::Input(_)));
+        }
     });
     assert_eq!(
         number(

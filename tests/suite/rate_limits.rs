@@ -351,6 +351,15 @@ fn a_changed_quota_keeps_what_is_owed() {
 }
 
 #[test]
+fn an_empty_key_is_none() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW.key(""), &pool));
+    assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 4);
+    assert_eq!(wait(SLOW.key(7).key("").peek(&pool)).unwrap().remaining, 4);
+}
+
+#[test]
 fn several_limits_are_spent_together_or_not_at_all() {
     let database = installed();
     let pool = pool(&database, 1);

@@ -771,10 +771,11 @@ fn the_longer_a_run_lasts_the_less_often_other_instances_look() {
 }
 
 #[test]
-fn meaningless_limits_are_bad_input() {
+fn meaningless_limits_and_an_empty_key_are_bad_input() {
     let database = installed();
     let pool = pool(&database, 2);
     for bad in [
+        REPORT.key(""),
         REPORT.clone().retry(0, HOUR),
         REPORT.clone().retry(3, Duration::ZERO),
         REPORT.clone().retry(3, Duration::MAX),

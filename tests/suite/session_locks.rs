@@ -157,6 +157,8 @@ fn bad_names_are_refused_before_anything_is_sent() {
     for lock in [
         AdvisoryLock::named(""),
         AdvisoryLock::named("nul \0"),
+        LOCK.key(""),
+        LOCK.key(7).shared().key(""),
         LOCK.key("x".repeat(1000)),
         LOCK.key("nul \0"),
         AdvisoryLock::new(LockKey::parts([""; 0])),

@@ -119,6 +119,7 @@ fn no_locks_too_many_locks_and_bad_names_are_refused_before_anything_is_sent() {
         AdvisoryLock::all([&none]),
         AdvisoryLock::all(&many),
         AdvisoryLock::all([&LOCK, &AdvisoryLock::named("")]),
+        AdvisoryLock::all([&LOCK, &LOCK.key("")]),
         AdvisoryLock::all([&LOCK.key("nul \0"), &LOCK]),
         AdvisoryLock::all([&LOCK, &LOCK.key(1)]).key("of several"),
         none.key("of none"),

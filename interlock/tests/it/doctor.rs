@@ -516,8 +516,9 @@ fn a_setting_of_the_connection_is_to_be_removed_from_the_connection() {
 #[test]
 fn standbys_are_judged_as_each_role_sees_them() {
     let cluster = healthy();
-    let database = cluster.database();
-    let mut session = Session::of(&database);
+    // Its database is not dropped, which would wait for a standby that is missing.
+    let database = cluster.endpoint("postgres");
+    let mut session = Session(database.connect());
     session.sql("CREATE ROLE app LOGIN");
     let _standby = cluster.standby();
     let urls = [database.url(), database.url_with("user", "app")];
@@ -535,8 +536,6 @@ fn standbys_are_judged_as_each_role_sees_them() {
     judged("FIRST 2 (*)", "fail", "needs 2, and 1 such are connected");
     judged("any 2 (*)", "fail", "needs 2, and 1 such are connected");
     judged("*", "ok", "1 standbys, and a commit waits for 1");
-    // Otherwise the last commits of the test would wait for the standby, which is stopped first.
-    judged("", "warn", "1 standbys, and none is synchronous");
 }
 
 #[test]

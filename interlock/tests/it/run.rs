@@ -562,9 +562,10 @@ fn a_long_wait_names_the_holder_and_keeps_one_session() {
 #[test]
 fn a_commit_that_waits_for_a_standby_is_explained() {
     let cluster = Cluster::start();
-    let database = cluster.database();
+    // Its database is not dropped, which would wait for a standby, too.
+    let database = cluster.endpoint("postgres");
     diesel_interlock::migrations::install(&database.pool(1)).unwrap();
-    let mut session = Session::of(&database);
+    let mut session = Session(database.connect());
     let mut set = |names: &str| {
         session.sql(&format!(
             "ALTER SYSTEM SET synchronous_standby_names = '{names}'"

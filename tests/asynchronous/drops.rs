@@ -285,7 +285,7 @@ fn keys_of_dropped_operations_add_no_prepared_statements() {
         }
         LOCK.key("pid").acquire(&pool).await.unwrap().backend_pid()
     });
-    // A dropped call whose reply takes two seconds costs its connection.
+    // A reply that takes longer than two seconds after a drop costs the connection.
     let (mut is_slow, mut began) = (false, Instant::now());
     workbench::block_on(async {
         for key in 100..900 {
@@ -293,7 +293,8 @@ fn keys_of_dropped_operations_add_no_prepared_statements() {
             if kind < TRANSACTIONS {
                 polled(polls, operate(kind, key)).await;
             } else {
-                // It waits for the connection, of which there is one.
+                // The pool has one connection, so this call waits until the dropped ones have given
+                // it back.
                 operate(kind, key).await.unwrap();
                 is_slow |= began.elapsed() > Duration::from_secs(2);
                 began = Instant::now();

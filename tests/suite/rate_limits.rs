@@ -351,7 +351,7 @@ fn a_changed_quota_keeps_what_is_owed() {
 }
 
 #[test]
-fn an_empty_key_is_none() {
+fn an_empty_key_is_the_same_as_no_key() {
     let database = installed();
     let pool = pool(&database, 1);
     assert!(is_allowed(&SLOW.key(""), &pool));

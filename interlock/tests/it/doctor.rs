@@ -470,7 +470,7 @@ fn the_remedy_of_a_setting_sets_it_back() {
     ] {
         let known = "SELECT count(*) FROM pg_settings WHERE name = split_part";
         if session.number(&format!("{known}($${setting}$$, ' ', 1)")) == 0 {
-            // PostgreSQL 17 has made it.
+            // This setting is new in PostgreSQL 17.
             assert!(setting.starts_with("transaction_timeout"), "{setting}");
             continue;
         }
@@ -516,7 +516,8 @@ fn a_setting_of_the_connection_is_to_be_removed_from_the_connection() {
 #[test]
 fn standbys_are_judged_as_each_role_sees_them() {
     let cluster = healthy();
-    // Its database is not dropped, which would wait for a standby that is missing.
+    // The database of the cluster, because dropping a database of the test would wait for the
+    // missing standby.
     let database = cluster.endpoint("postgres");
     let mut session = Session(database.connect());
     session.sql("CREATE ROLE app LOGIN");

@@ -562,7 +562,8 @@ fn a_long_wait_names_the_holder_and_keeps_one_session() {
 #[test]
 fn a_commit_that_waits_for_a_standby_is_explained() {
     let cluster = Cluster::start();
-    // Its database is not dropped, which would wait for a standby, too.
+    // The database of the cluster, because dropping a database of the test would wait for the
+    // standby, too.
     let database = cluster.endpoint("postgres");
     diesel_interlock::migrations::install(&database.pool(1)).unwrap();
     let mut session = Session(database.connect());

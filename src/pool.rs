@@ -51,6 +51,7 @@ type Cause = Box<dyn std::error::Error + Send + Sync>;
     label = "neither r2d2's pool of `PgConnection`, nor deadpool's or bb8's of `AsyncPgConnection`",
     note = "if it is one of these pools, with any manager, enable its feature, and look for a \
             second version with `cargo tree -d`: this crate needs diesel 2.3, and diesel-async 0.9",
+    note = "if it is a handle, such as a semaphore, the arguments are swapped: pass the pool last",
     note = "pass the pool inside a wrapper: `&*wrapper` or `&**wrapper`, `wrapper.get_ref()` or \
             `&wrapper.0`",
     note = "with a pool of another crate, use the operations that take a connection, such as \

@@ -235,7 +235,11 @@ fn elections_have_names_and_keys_of_their_own() {
         Leader::named("x", Duration::from_millis(299)),
         Leader::named("x", Duration::MAX),
     ] {
-        assert_matches!(bad.lead(&pool, &Stop::new(), |_| {}), Err(Error::Input(_)));
+        let stop = Stop::new();
+        assert_matches!(
+            bad.lead(&pool, &stop, |_| stop.stop()),
+            Err(Error::Input(_))
+        );
     }
     stopped.stop();
     DISPATCHER

@@ -82,6 +82,7 @@ mod unlogged {
 #[cfg(feature = "tracing")]
 mod logged {
     use std::collections::VecDeque;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::Mutex;
     use std::thread;
     use std::time::{Duration, Instant};
@@ -214,27 +215,33 @@ mod logged {
         }
     }
 
-    /// Warns of the waits that are long, until there are none.
+    /// Warns of the waits that are long, until there are none. Begins and ends seldom, because it
+    /// looks at them only after the first may be long.
     fn warn_of_all() {
+        let mut pause = LONG;
         loop {
+            thread::sleep(pause);
             let mut waits = lock(&WAITS);
             let Some(first) = waits.waits.front() else {
                 waits.has_thread = false;
                 return;
             };
             let waited = first.since.elapsed();
-            if waited < LONG {
-                drop(waits);
-                thread::sleep(LONG - waited);
-                continue;
-            }
-            let long = waits.waits.pop_front();
+            pause = LONG.saturating_sub(waited);
+            let long = if pause.is_zero() {
+                waits.waits.pop_front()
+            } else {
+                None
+            };
             drop(waits);
             if let Some(wait) = long {
-                dispatcher::with_default(&wait.dispatch, || {
-                    wait.span
-                        .in_scope(|| warn(wait.subject, &wait.awaited, waited));
-                });
+                // A subscriber is foreign code. If it panics, the other waits are still watched.
+                let _ = catch_unwind(AssertUnwindSafe(|| {
+                    dispatcher::with_default(&wait.dispatch, || {
+                        wait.span
+                            .in_scope(|| warn(wait.subject, &wait.awaited, waited));
+                    });
+                }));
             }
         }
     }

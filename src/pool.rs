@@ -140,7 +140,9 @@ impl<P: Pool> Checkout<P> {
         let mut others = 0..pool.max_size();
         loop {
             let awaited = Awaited::Connection(pool.max_size());
-            let conn = Some(watch(POOL, awaited, pool.check_out(deadline)).await?);
+            // A blocking pool waits when it is called, not when the future is polled.
+            let check_out = async { pool.check_out(deadline).await };
+            let conn = Some(watch(POOL, awaited, check_out).await?);
             let mut checkout = Self {
                 conn,
                 runtime: runtime.clone(),

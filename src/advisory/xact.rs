@@ -163,7 +163,8 @@ pub(crate) async fn wait<S: Session>(
             conn,
             is_over: false,
         };
-        let waits = pending.conn.batch(&sql);
+        // A blocking session waits when it is called, not when the future is polled.
+        let waits = async { pending.conn.batch(&sql).await };
         let waited = watch(subject, Awaited::Lock(lock.id, None), waits).await;
         pending.is_over = true;
         waited?;

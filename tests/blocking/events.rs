@@ -39,6 +39,10 @@ impl<S: Subscriber> Layer<S> for Collect {
         if event.metadata().target() == "diesel_interlock" {
             let mut fields = Fields::new();
             event.record(&mut Visitor(&mut fields));
+            // On a slow machine a wait for a connection may be a long one.
+            if fields["primitive"] == "pool" {
+                return;
+            }
             self.0
                 .lock()
                 .unwrap()

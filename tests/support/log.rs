@@ -77,9 +77,11 @@ impl Log {
         of_level.map(|it| it.what.clone()).collect()
     }
 
-    /// The events at the level WARN or ERROR.
+    /// The events at the level WARN or ERROR. Not those of long waits: on a slow machine each wait may be one.
     pub(crate) fn warnings(self) -> Vec<String> {
-        self.of_level(|level| level <= Level::WARN)
+        let mut warnings = self.of_level(|level| level <= Level::WARN);
+        warnings.retain(|what| !what.ends_with(": waiting"));
+        warnings
     }
 
     /// The warnings of long waits.

@@ -29,6 +29,8 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     assert_eq!(status, Some(1), "{text}");
     let found = "fail  session locks exclude nobody on this pool";
     assert!(text.contains(found), "{text}");
+    let (status, text) = printed(&mut interlock(&database.url(), "doctor"));
+    assert_eq!(status, Some(0), "{text}");
 
     // Without --lease the command does not run, and no lock is left.
     let (status, text) = printed(&mut run(url, "x", "echo ran"));

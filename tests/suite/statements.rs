@@ -395,6 +395,9 @@ fn with_operations<T>(then: impl FnOnce(&Database, &[Sends<'_>]) -> T) -> T {
     let waits_long = |pool: &PgPool, _: &str| {
         const NAME: &str = "statements of a long wait";
         static LONG: AdvisoryLock = AdvisoryLock::named(NAME);
+        // The log is that of all tests of this process, and several of them run this.
+        static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+        let _alone = ALONE.lock();
         let log = Log::of(NAME);
         let warnings = log.long_waits().len();
         let holder = foreign_holder(&database, LONG.lock_key());

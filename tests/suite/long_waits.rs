@@ -117,6 +117,8 @@ fn a_wait_for_a_transaction_lock_says_whether_this_process_holds_it() {
         });
     };
     thread::scope(|scope| {
+        // A failure drops it, which ends the work.
+        let ends = ends;
         scope.spawn(holds);
         is_held.recv().unwrap();
         let of_own = scope.spawn(|| waits(&LOCK_OF_OWN));
@@ -163,6 +165,8 @@ fn a_wait_for_work_of_another_session_is_logged() {
     };
     let end_of_work = Mutex::new(end_of_work);
     thread::scope(|scope| {
+        // A failure drops it, which ends the work.
+        let ends = ends;
         let first = scope.spawn(|| {
             done(&|| {
                 begins.send(()).unwrap();

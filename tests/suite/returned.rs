@@ -205,6 +205,9 @@ fn a_release_takes_one_round_trip_whether_the_work_has_failed_or_not() {
             }),
         ];
         for (what, with) in kinds {
+            if what == "a permit" && !NOTICES_BROKEN {
+                continue; // such a pool tests the connection of the release, which is another round trip
+            }
             assert_eq!(with().is_err(), fails, "{what}"); // prepares the statements
             // With this delay, messages of one flight are all sent before a reply arrives. A thread
             // that was suspended may send them later, so rounds are repeated.

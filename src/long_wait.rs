@@ -14,9 +14,9 @@ use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 
 #[cfg(feature = "tracing")]
-pub(crate) use self::logged::{warn, watch};
+pub(crate) use self::logged::{Watched, warn};
 #[cfg(not(feature = "tracing"))]
-pub(crate) use self::unlogged::{warn, watch};
+pub(crate) use self::unlogged::{Watched, warn};
 use crate::alarm::lock;
 use crate::key::LockId;
 
@@ -74,8 +74,12 @@ mod unlogged {
 
     pub(crate) const fn warn(_: Subject, _: &Awaited, _: Duration) {}
 
-    pub(crate) async fn watch<T>(_: Subject, _: Awaited, wait: impl Future<Output = T>) -> T {
-        wait.await
+    pub(crate) struct Watched;
+
+    impl Watched {
+        pub(crate) const fn new(_: Subject, _: Awaited) -> Option<Self> {
+            None
+        }
     }
 }
 
@@ -139,17 +143,8 @@ mod logged {
         );
     }
 
-    /// Awaits what happens inside one call, of which a thread warns if it takes long.
-    pub(crate) async fn watch<T>(
-        subject: Subject,
-        awaited: Awaited,
-        wait: impl Future<Output = T>,
-    ) -> T {
-        let _watched = Watched::new(subject, awaited);
-        wait.await
-    }
-
-    struct Watched(u64);
+    /// A wait inside one call, of which a thread warns if it takes long. Its drop ends it.
+    pub(crate) struct Watched(u64);
 
     struct Wait {
         number: u64,
@@ -177,7 +172,7 @@ mod logged {
 
     impl Watched {
         /// `None` where nobody would hear of it.
-        fn new(subject: Subject, awaited: Awaited) -> Option<Self> {
+        pub(crate) fn new(subject: Subject, awaited: Awaited) -> Option<Self> {
             if !tracing::enabled!(target: "diesel_interlock", Level::WARN) {
                 return None;
             }

@@ -19,7 +19,7 @@ use diesel::sql_types::BigInt;
 
 use crate::error::Result;
 use crate::event::Subject;
-use crate::long_wait::{Awaited, watch};
+use crate::long_wait::{Awaited, Watched};
 use crate::mode::{Mode, PATIENCE};
 use crate::sealed::Sealed;
 use crate::session::{Session, poll_once_quietly};
@@ -139,12 +139,12 @@ impl<P: Pool> Checkout<P> {
         let runtime = P::Mode::runtime()?;
         let mut others = 0..pool.max_size();
         loop {
-            let awaited = Awaited::Connection(pool.max_size());
-            // A blocking pool waits when it is called, not when the future is polled.
-            let check_out = async { pool.check_out(deadline).await };
-            let conn = Some(watch(POOL, awaited, check_out).await?);
+            let conn = {
+                let _watched = Watched::new(POOL, Awaited::Connection(pool.max_size()));
+                pool.check_out(deadline).await?
+            };
             let mut checkout = Self {
-                conn,
+                conn: Some(conn),
                 runtime: runtime.clone(),
                 waits: true,
             };

@@ -15,7 +15,7 @@ use super::all::{Busy, Locks};
 use super::attempt::Attempt;
 use crate::error::{Error, Result};
 use crate::event::Subject;
-use crate::long_wait::{Awaited, watch};
+use crate::long_wait::{Awaited, Watched};
 use crate::mode::Mode;
 use crate::pool::{ConnectionOf, Pool, Reply};
 #[cfg(feature = "r2d2")]
@@ -163,9 +163,10 @@ pub(crate) async fn wait<S: Session>(
             conn,
             is_over: false,
         };
-        // A blocking session waits when it is called, not when the future is polled.
-        let waits = async { pending.conn.batch(&sql).await };
-        let waited = watch(subject, Awaited::Lock(lock.id, None), waits).await;
+        let waited = {
+            let _watched = Watched::new(subject, Awaited::Lock(lock.id, None));
+            pending.conn.batch(&sql).await
+        };
         pending.is_over = true;
         waited?;
         // Without a timeout, the wait has taken the last lock. Otherwise only the next try can

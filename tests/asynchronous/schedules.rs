@@ -332,8 +332,10 @@ fn the_work_of_a_run_that_is_too_long_is_dropped_and_its_tick_is_free_at_once() 
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
     let limit = Duration::from_secs(4);
-    let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
-    due(&schedule, &pool);
+    // A look has as much time as its lease.
+    let patient = REPORT.clone().after_crash(HOUR, 1000);
+    let schedule = patient.clone().after_crash(limit, 1000).longest(limit);
+    due(&patient, &pool);
     eventually("the run was too long, and not lost before", || {
         let hangs = |_: Tick| std::future::pending::<Result<()>>();
         let ran = block_on(schedule.run_due(&pool, hourly, hangs));
@@ -343,7 +345,7 @@ fn the_work_of_a_run_that_is_too_long_is_dropped_and_its_tick_is_free_at_once() 
                 "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' AND expires_at <= clock_timestamp() FROM resource_control.schedule_state)",
             )
     });
-    let again = schedule.run_due(&pool, hourly, |tick| async move {
+    let again = patient.run_due(&pool, hourly, |tick| async move {
         assert!(tick.attempt() > 1);
         Ok::<_, Error>(())
     });

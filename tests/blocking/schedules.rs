@@ -49,7 +49,7 @@ fn run_briefly<E: std::fmt::Display>(
     let mut ran = Ok(RunDue::Never);
     eventually("a claim takes less time than the lease", || {
         ran = schedule.run_due(pool, hourly, &mut work);
-        !matches!(ran, Ok(RunDue::Later(_)))
+        !matches!(ran, Ok(RunDue::Later(_)) | Err(Error::TimedOut))
     });
     ran
 }
@@ -218,7 +218,7 @@ fn a_claim_that_takes_longer_than_its_lease_does_not_run() {
     let pool = pool(&database, 4);
     // On a slow machine some of these runs may lose their leases, too.
     let schedule = REPORT.clone().after_crash(Duration::from_millis(300), 1000);
-    due(&schedule, &pool, 1);
+    due(&REPORT, &pool, 1);
     let admin = &mut database.connect();
     run(
         admin,
@@ -300,9 +300,9 @@ fn a_run_that_ignores_its_time_limit_holds_the_tick_until_the_lease_expires() {
     let schedule = REPORT.clone().after_crash(limit, 3).longest(limit);
     let stored = "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' FROM resource_control.schedule_state)";
     // On a slow machine the lease may be lost before the run is too long, so rounds are repeated.
-    once_at_least("the reason is stored", || {
+    once_at_least("the reason is stored, and then the end", || {
         run(admin, "DELETE FROM resource_control.schedule");
-        due(&schedule, &pool, 1);
+        due(&REPORT, &pool, 1);
         let (began, mut is_stored) = (Instant::now(), false);
         let ran = schedule.run_due(&pool, hourly, |_| {
             while !is_stored && began.elapsed() < 3 * limit {
@@ -310,14 +310,10 @@ fn a_run_that_ignores_its_time_limit_holds_the_tick_until_the_lease_expires() {
             }
             Ok::<_, Error>(())
         });
-        if is_stored {
-            assert_matches!(ran, Ok(RunDue::Ran));
-            assert!(truth(
-                admin,
-                "(SELECT state = 'done' AND error IS NULL FROM resource_control.schedule_state)"
-            ));
-        }
-        is_stored
+        // A reply to the end may come too late, too.
+        let is_done =
+            "(SELECT state = 'done' AND error IS NULL FROM resource_control.schedule_state)";
+        is_stored && matches!(ran, Ok(RunDue::Ran)) && truth(admin, is_done)
     });
 }
 

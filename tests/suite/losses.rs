@@ -279,7 +279,9 @@ fn a_term_or_run_that_is_granted_too_late_is_neither_won_nor_lost() {
         Leader::named("late", SHORT),
         Schedule::named("late run").after_crash(SHORT, 1000),
     );
-    let register = schedule.run_due(&pool, hourly, work!(|_tick| Ok::<_, Error>(())));
+    // A look has as much time as its lease.
+    let patient = Schedule::named("late run");
+    let register = patient.run_due(&pool, hourly, work!(|_tick| Ok::<_, Error>(())));
     assert_matches!(wait(register), Ok(RunDue::Later(_)));
     assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
     run(&mut database.connect(), SLOW_CLAIMS);

@@ -708,8 +708,10 @@ fn a_run_that_is_too_long_is_stopped_and_its_tick_is_free_when_the_work_has_stop
     let pool = pool(&database, 3);
     let admin = &mut database.connect();
     let limit = Duration::from_secs(4);
-    let schedule = REPORT.clone().after_crash(limit, 1000).longest(limit);
-    due(&schedule, &pool, 1);
+    // A look has as much time as its lease.
+    let patient = REPORT.clone().after_crash(HOUR, 1000);
+    let schedule = patient.clone().after_crash(limit, 1000).longest(limit);
+    due(&patient, &pool, 1);
     eventually("the run was too long, and not lost before", || {
         let ran = wait(schedule.run_due(
             &pool,
@@ -725,7 +727,7 @@ fn a_run_that_is_too_long_is_stopped_and_its_tick_is_free_when_the_work_has_stop
                 "(SELECT state = 'crashed' AND error LIKE '%longer than 4s' AND expires_at <= clock_timestamp() FROM resource_control.schedule_state)",
             )
     });
-    let again = wait(schedule.run_due(
+    let again = wait(patient.run_due(
         &pool,
         hourly,
         work!(|tick| {

@@ -319,7 +319,9 @@ fn in_transaction<T>(
 }
 
 /// The rights of each role beyond the objects that it owns. A role counts as having the rights of
-/// every role that it is a member of, because a function may `SET ROLE`. `pg_monitor` and
+/// every role that it is a member of, because a function may `SET ROLE`. For the same reason the
+/// rights of this program are those of `session_user`: the owner of a database may give it another
+/// `current_user` (`ALTER DATABASE … SET role`), and a function may reset that. `pg_monitor` and
 /// `pg_signal_backend` are left out, because roles that only observe have them.
 const POWERS: &str = "
     SELECT a.power, r.oid AS role FROM pg_roles AS r, LATERAL (VALUES
@@ -369,7 +371,7 @@ impl Schema {
                             JOIN pg_proc AS p ON p.oid = t.tgfoid
                             WHERE c.relnamespace = to_regnamespace('resource_control')::oid
                     ) AS o (owner) JOIN pg_roles AS r ON r.oid = o.owner
-                    JOIN powers AS m ON pg_has_role(m.role, 'MEMBER')
+                    JOIN powers AS m ON pg_has_role(session_user, m.role, 'MEMBER')
                     WHERE NOT EXISTS (SELECT FROM powers AS t
                         WHERE t.power = m.power AND pg_has_role(r.oid, t.role, 'MEMBER'))
                     ORDER BY m.power <> 'SUPERUSER', r.rolname, m.power LIMIT 1
@@ -407,7 +409,7 @@ impl Schema {
             conn,
             &format!(
                 "DO $$ BEGIN
-                    IF EXISTS (SELECT FROM ({POWERS}) AS p WHERE pg_has_role(p.role, 'MEMBER'))
+                    IF EXISTS (SELECT FROM ({POWERS}) AS p WHERE pg_has_role(session_user, p.role, 'MEMBER'))
                         AND current_setting('server_version_num')::int >= 140000
                         AND getdatabaseencoding() = 'UTF8' AND NOT pg_is_in_recovery()
                     THEN

@@ -11,11 +11,12 @@ pub(super) struct Origin(Value);
 
 impl Origin {
     /// Must run before this program has changed a setting of the session. No name in the statement
-    /// is looked up by the search path, which is one of the examined settings.
+    /// is looked up by the search path, which is one of the examined settings. A session gets the
+    /// settings of the role that has logged in, also if one of them is `role`.
     pub(super) fn of(conn: &mut PgConnection) -> QueryResult<Self> {
         const ORIGIN: &str = "
             SELECT pg_catalog.json_build_object(
-                'role', pg_catalog.quote_ident(current_user::pg_catalog.text),
+                'role', pg_catalog.quote_ident(session_user::pg_catalog.text),
                 'database', pg_catalog.quote_ident(pg_catalog.current_database()::pg_catalog.text),
                 'of_client', (SELECT pg_catalog.json_agg(s.name) FROM pg_catalog.pg_settings AS s
                     WHERE s.source OPERATOR(pg_catalog.=) 'client'::pg_catalog.text)

@@ -295,6 +295,40 @@ fn a_schema_of_a_role_with_fewer_rights_is_not_trusted() {
     assert!(reads_it(&text), "{text}");
 }
 
+/// The owner of a database may let every session there begin with `SET ROLE`, which a function of
+/// that owner may reset.
+#[test]
+fn a_role_that_the_database_sets_does_not_hide_the_rights_of_the_session() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let name = database.name();
+    session(&database).sql(&format!(
+        "CREATE ROLE mallory LOGIN; ALTER DATABASE {name} OWNER TO mallory"
+    ));
+    let mut mallory = Session(Endpoint::new(&database.url_with("user", "mallory")).connect());
+    mallory.sql(&format!(
+        "ALTER DATABASE {name} SET role = mallory;
+         CREATE SCHEMA resource_control;
+         CREATE FUNCTION resource_control.rise() RETURNS text LANGUAGE plpgsql
+            AS $$ BEGIN RESET ROLE; RAISE 'trap %', current_user; END $$;
+         CREATE VIEW resource_control.slot_in_flight AS SELECT resource_control.rise() AS service,
+            1 AS slot, 1::bigint AS id, now() AS created_at, now() AS expires_at, '' AS details"
+    ));
+    for (line, expected) in [
+        ("ps", 0),
+        ("doctor --needs-schema", 1),
+        ("install", 78),
+        ("kill x --slot 1 --yes", 78),
+        ("kill x --yes", 1),
+        ("run x --lease 30s -- true", 78),
+    ] {
+        let (status, text) = printed(&mut interlock(&database.url(), line));
+        assert_eq!(status, Some(expected), "{line}: {text}");
+        assert!(text.contains("connect as mallory instead"), "{line}: {text}");
+        assert!(!text.contains("trap"), "{line}: {text}");
+    }
+}
+
 /// On PostgreSQL 14 and 15 a function that is called by a role may grant that role to another one.
 #[test]
 fn commands_that_only_read_cannot_be_made_to_write() {

@@ -170,6 +170,7 @@ type Session = PooledConnection<ConnectionManager<PgConnection>>;
 pub(crate) struct Sessions {
     pub(crate) pool: PgPool,
     are_own: Arc<AtomicBool>,
+    pub(crate) url: String,
 }
 
 impl Sessions {
@@ -209,7 +210,8 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
         .connection_timeout(Duration::from_secs(10))
         .build(ConnectionManager::new(url))
         .map_err(|error| Failure::new(Failure::UNAVAILABLE, unreachable(&error)))?;
-    Ok(Sessions { pool, are_own })
+    let url = url.to_owned();
+    Ok(Sessions { pool, url, are_own })
 }
 
 /// Settings of each transaction. The search path is set because another role may have created

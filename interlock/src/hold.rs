@@ -42,9 +42,9 @@ pub(crate) enum News {
 /// of `end` is dropped.
 pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell: impl Fn(News)) {
     let began = Instant::now();
-    let held = connected(url, wait).and_then(|sessions| {
+    let held = connected(url, wait).and_then(|(sessions, is_away)| {
         tell(News::Connected);
-        let Some(mut held) = take(of, url, &sessions, began, wait, end, &tell)? else {
+        let Some(mut held) = take(of, &sessions, is_away, began, wait, end, &tell)? else {
             return Ok(Err(of.holders(&sessions.pool)));
         };
         let token = held.token().map_err(|error| {
@@ -88,23 +88,27 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
 }
 
 /// Connects. If the database cannot be reached, says so at once, and goes on: the database may be
-/// back before the wait is over.
-fn connected(url: &str, wait: Duration) -> Result<Sessions, Failure> {
-    match database::connect(url) {
+/// back before the wait is over. Returns also whether it is away.
+fn connected(url: &str, wait: Duration) -> Result<(Sessions, bool), Failure> {
+    let is_away = match database::connect(url) {
         Err(failure) if failure.status == Failure::UNAVAILABLE && !wait.is_zero() => {
             say!("{failure}");
             say!("retrying until the wait is over");
+            true
         }
-        connected => drop(connected?),
-    }
-    database::sessions(url)
+        connected => {
+            drop(connected?);
+            false
+        }
+    };
+    Ok((database::sessions(url)?, is_away))
 }
 
 /// Waits piece by piece. An outage of the database does not end the wait.
 fn take(
     of: &Of,
-    url: &str,
     sessions: &Sessions,
+    mut was_away: bool,
     began: Instant,
     wait: Duration,
     end: &Receiver<()>,
@@ -119,8 +123,12 @@ fn take(
         let is_last = rest <= PIECE;
         // Limited to the rest of the wait, which may be shorter than the pool's own timeout.
         let mut attempt = || -> Result<_, Failure> {
+            if was_away {
+                // The pool would try until its timeout, which may be longer than the wait.
+                drop(database::connect(&sessions.url)?);
+            }
             if !is_checked {
-                of.check(url, sessions)?;
+                of.check(sessions)?;
                 is_checked = true;
                 // On a slow network it takes longer than a piece to connect, so this is done
                 // before.
@@ -131,6 +139,7 @@ fn take(
         };
         let taken = attempt();
         let is_away = matches!(&taken, Err(failure) if failure.status == Failure::UNAVAILABLE);
+        was_away = is_away;
         match taken {
             Ok(None) if !is_last => {
                 was_busy = true;
@@ -140,7 +149,7 @@ fn take(
                 }
             }
             Err(_) if is_away && is_last && was_busy => return Ok(None),
-            Err(failure) if is_away && !is_last => {
+            Err(failure) if is_away && !rest.is_zero() => {
                 if was_busy {
                     say!("{failure}");
                 }
@@ -186,14 +195,14 @@ impl Of {
 
     /// For a lock: an error behind a pooler in transaction mode, where a session lock excludes
     /// nobody and outlives its holder. For a permit: an error without the schema.
-    fn check(&self, url: &str, sessions: &Sessions) -> Result<(), Failure> {
+    fn check(&self, sessions: &Sessions) -> Result<(), Failure> {
         if let Self::Permit(..) = self {
             let mut conn = sessions.get(CONNECTION_TIMEOUT)?;
             return Schema::of(&mut conn)?.require();
         }
         // In a separate pool, which is dropped afterwards: only the check needs two sessions, and
         // the second one would stay open for the whole wait.
-        let two = database::sessions(url)?;
+        let two = database::sessions(&sessions.url)?;
         drop(two.get(CONNECTION_TIMEOUT)?);
         match check_exclusion(&two.pool) {
             Err(error @ (Error::Pool(_) | Error::TimedOut))

@@ -215,6 +215,17 @@ fn an_outage_is_reported_before_the_wait_for_its_end() {
     assert_eq!(away.wait().unwrap().code(), Some(143));
 }
 
+/// The one that waits for longer is started first, and must not be overtaken by the other's end.
+#[test]
+fn the_wait_for_the_end_of_an_outage_is_over_in_time() {
+    let start = |line| Running::start(&mut run("postgres://127.0.0.1:1/x", line, "true"));
+    let mut long = start("x --wait 12s");
+    assert_eq!(start("x --wait 1s").status(), Some(69));
+    assert_eq!(long.child().try_wait().unwrap(), None);
+    long.signal("TERM");
+    assert_eq!(long.status(), Some(143));
+}
+
 #[test]
 fn a_signal_ends_the_program_while_it_connects() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

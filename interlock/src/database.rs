@@ -139,7 +139,8 @@ pub(crate) fn in_time<T>(work: impl FnOnce() -> T) -> T {
 
 pub(crate) fn silent() -> Failure {
     let message = "the database does not reply: is it, or a pooler in front of it, at the limit of \
-        its connections?";
+        its connections, or does another session hold a lock on the row or table? See `interlock \
+        doctor --transaction-age 10s`";
     Failure::new(Failure::UNAVAILABLE, message)
 }
 
@@ -222,8 +223,9 @@ const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statem
     SET LOCAL standard_conforming_strings = on";
 
 /// Set for queries, so that no function of another role that a query may call can write, for
-/// example grant that role the rights of this one.
-const READ_ONLY: &str = "SET LOCAL transaction_read_only = on";
+/// example grant that role the rights of this one, and so that a table that is locked by another
+/// session is told from a database that does not reply.
+const READ_ONLY: &str = "SET LOCAL transaction_read_only = on; SET LOCAL lock_timeout = '5s'";
 
 #[derive(QueryableByName)]
 pub(crate) struct Json {

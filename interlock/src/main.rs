@@ -136,7 +136,11 @@ fn main() {
         Command::Man => completions::man(),
     };
     process::exit(status.unwrap_or_else(|failure| {
-        if !failure.message.is_empty() {
+        let is_explained = ["`interlock ", "set the environment variable"];
+        let is_explained = is_explained.iter().any(|it| failure.message.contains(it));
+        if failure.status == Failure::SET_UP && !is_explained {
+            say!("{failure}; see `interlock doctor`");
+        } else if !failure.message.is_empty() {
             say!("{failure}");
         }
         failure.status

@@ -254,6 +254,24 @@ pub(crate) const HOLDERS: &str = "
         FROM pg_prepared_xacts WHERE database = current_database() AND prepared < \
         clock_timestamp() - :transaction_age";
 
+/// Locks that keep everybody else from reading a table, so that a question about its rows would
+/// wait, too.
+pub(crate) const LOCKED: &str = "
+    SELECT 'fail' AS level, format('session %s (%s, %s) has resource_control.%I for itself%s: \
+        everybody else waits, and the schema cannot be examined', l.pid, a.usename, \
+        a.application_name, c.relname, ' since ' || date_trunc('second', a.xact_start)) AS found,
+        CASE WHEN a.backend_start IS NULL THEN 'a member of pg_read_all_stats sees since when, and '
+            'how to end it' ELSE 'if it does not end by itself' END AS why,
+        CASE WHEN a.backend_start IS NOT NULL THEN format('SELECT pg_terminate_backend(pid) FROM '
+            'pg_stat_activity WHERE pid = %s AND backend_start = %L;', l.pid, a.backend_start) END
+            AS sql
+        FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation
+            JOIN pg_namespace AS n ON n.oid = c.relnamespace
+            JOIN pg_stat_activity AS a ON a.pid = l.pid
+        WHERE n.nspname = 'resource_control' AND c.relname = ANY (:own) AND l.granted
+            AND l.mode = 'AccessExclusiveLock' AND l.database = (SELECT d.oid FROM pg_database AS d
+                WHERE d.datname = current_database())";
+
 pub(crate) const MAY_CREATE: &str = "
     SELECT 'warn' AS level, 'this role may not create the schema' AS found, \
     'install as the owner of the database, or' AS why,

@@ -321,6 +321,29 @@ fn objects_that_are_not_as_installed_are_reported_and_repaired() {
     }
 }
 
+#[test]
+fn a_session_that_keeps_a_table_for_itself_is_named_and_ended() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut holder = Session::of(&database);
+    holder.take("held");
+    let mut session = Session::of(&database);
+    session.sql("BEGIN; LOCK TABLE resource_control.schedule");
+    let (status, text) = printed(&mut interlock(url, "ps"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(
+        text.contains(&id("held")) && text.contains("interlock doctor"),
+        "{text}"
+    );
+    let (status, text) = printed(&mut interlock(url, "pause hourly"));
+    assert_eq!(status, Some(78), "{text}");
+    assert!(text.contains("interlock doctor"), "{text}");
+    let word = format!("session {} ", session.pid());
+    assert_eq!(remedied(url, url, "", "fail", &word), Some(0));
+}
+
 /// `CREATE OR REPLACE VIEW` cannot drop a column, so the remedy drops the view first.
 #[test]
 fn a_view_with_other_columns_is_created_again() {

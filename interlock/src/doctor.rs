@@ -312,10 +312,10 @@ impl Report {
     fn add(&self, level: &str, found: &str, why: &str, sql: &str, shell: &str) {
         self.push(Line {
             level: level.to_owned(),
-            found: ps::plain(found),
-            why: ps::plain(why),
-            sql: ps::plain(sql),
-            shell: ps::plain(shell),
+            found: found.to_owned(),
+            why: why.to_owned(),
+            sql: sql.to_owned(),
+            shell: shell.to_owned(),
             pid: None,
         });
     }
@@ -345,7 +345,7 @@ impl Report {
             }
         };
         for row in rows {
-            let text = |member: &str| ps::plain(row[member].as_str().unwrap_or_default());
+            let text = |member: &str| row[member].as_str().unwrap_or_default().to_owned();
             let mut line = Line {
                 level: text("level"),
                 found: text("found"),
@@ -391,18 +391,24 @@ impl Report {
     fn text(&self) -> String {
         let mut text = String::new();
         for line in self.lines().iter() {
-            text += &format!("{:4}  {}\n", line.level, line.found);
+            text += &format!("{:4}  {}\n", line.level, ps::plain(&line.found));
             let is_followed = !(line.sql.is_empty() && line.shell.is_empty());
             if !line.why.is_empty() {
                 let colon = if is_followed { ":" } else { "" };
-                text += &format!("      {}{colon}\n", line.why);
+                text += &format!("      {}{colon}\n", ps::plain(&line.why));
             }
             // On its own line, so that it can be copied.
             for what in [&line.sql, &line.shell]
                 .into_iter()
                 .filter(|it| !it.is_empty())
             {
-                text += &format!("      {what}\n");
+                // With a character replaced, it might be about something else.
+                if ps::plain(what) == *what {
+                    text += &format!("      {what}\n");
+                } else {
+                    text += "      (it contains characters that are not shown here: `interlock \
+                        doctor --json` has it)\n";
+                }
             }
         }
         text

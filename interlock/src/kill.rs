@@ -223,10 +223,9 @@ impl Kill {
                 Err(failure) => (format!("session {pid}: {failure}"), true),
                 Ok(_) if self.is_of_row() => (format!("{what} had already ended"), false),
                 Ok(_) if pid.is_null() => {
-                    let gid = holder["prepared"].as_str().unwrap_or_default();
-                    let gid = ps::plain(gid).replace('\'', "''");
+                    let gid = literal(holder["prepared"].as_str().unwrap_or_default());
                     (
-                        format!("a prepared transaction holds {what}: ROLLBACK PREPARED '{gid}';"),
+                        format!("a prepared transaction holds {what}: ROLLBACK PREPARED {gid};"),
                         true,
                     )
                 }
@@ -278,6 +277,21 @@ fn is_there(conn: &mut PgConnection, pid: &Value) -> Result<bool, Failure> {
     const THERE: &str = "SELECT pid FROM pg_stat_activity WHERE pid = $1::text::integer";
     let there = in_time(|| rows_with(conn, THERE, &pid.to_string()))?;
     Ok(!there.is_empty())
+}
+
+/// The text as a literal of SQL, in which the characters that a terminal does not show are escaped,
+/// because without them it might be the name of something else.
+fn literal(text: &str) -> String {
+    if ps::plain(text) == text {
+        return format!("'{}'", text.replace('\'', "''"));
+    }
+    let escaped = |c: char| match c {
+        '\'' => "''".to_owned(),
+        '\\' => r"\\".to_owned(),
+        c if ps::plain(c.encode_utf8(&mut [0; 4])).starts_with(c) => c.to_string(),
+        c => format!(r"\U{:08x}", u32::from(c)),
+    };
+    format!("E'{}'", text.chars().map(escaped).collect::<String>())
 }
 
 /// The word in single quotes, so that a shell reads it as one argument.

@@ -344,6 +344,39 @@ fn a_session_that_keeps_a_table_for_itself_is_named_and_ended() {
     assert_eq!(remedied(url, url, "", "fail", &word), Some(0));
 }
 
+/// A terminal does not show all characters of a name, and without them it may be another one's.
+#[test]
+fn no_statement_is_printed_that_is_about_something_else() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    let mut admin = Session::of(&database);
+    for (lock, gid) in [(1, "'bill 1 '"), (2, r"E'bill 1\n'")] {
+        admin.sql(&format!(
+            "BEGIN; SELECT pg_advisory_xact_lock({lock}); PREPARE TRANSACTION {gid}"
+        ));
+    }
+    let (_, text) = printed(&mut interlock(url, "doctor --transaction-age 0s"));
+    assert_eq!(text.matches("ROLLBACK PREPARED").count(), 1, "{text}");
+    assert_eq!(
+        text.matches("characters that are not shown").count(),
+        1,
+        "{text}"
+    );
+    let (_, text) = printed(&mut interlock(url, "kill 2 --number --yes"));
+    let statement = &text[text.find("ROLLBACK").unwrap()..];
+    admin.sql(statement);
+    let of_lock = |lock: &str| {
+        format!(
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = {lock} AND
+                database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+    };
+    assert_eq!(admin.number(&of_lock("1")), 1);
+    assert_eq!(admin.number(&of_lock("2")), 0);
+    admin.sql("ROLLBACK PREPARED 'bill 1 '");
+}
+
 /// `CREATE OR REPLACE VIEW` cannot drop a column, so the remedy drops the view first.
 #[test]
 fn a_view_with_other_columns_is_created_again() {

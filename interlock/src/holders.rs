@@ -21,16 +21,17 @@ fn session(row: &Value) -> String {
     }
     let text = |member: &str| row[member].as_str().filter(|text| !text.is_empty());
     let pid = &row["pid"];
-    let Some(role) = text("role") else {
-        return format!("session {pid} holds it, and this role may not see more of that session");
-    };
+    let role = text("role").unwrap_or("an unknown role");
     let application = text("application").unwrap_or("an unnamed application");
     let client = text("client").unwrap_or("this server");
-    let since: String = text("session_since")
-        .unwrap_or_default()
-        .chars()
-        .take(19)
-        .collect();
+    // Null for a role that is no member of pg_read_all_stats, as is the client.
+    let Some(since) = text("session_since") else {
+        return plain(&format!(
+            "{application} holds it, session {pid} of {role}, and this role may not see more of \
+                that session"
+        ));
+    };
+    let since: String = since.chars().take(19).collect();
     let age = age(row["age"].as_i64().unwrap_or(0));
     plain(&format!(
         "{application} holds it, session {pid} of {role} from {client}, connected since {since} \

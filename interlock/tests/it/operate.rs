@@ -315,6 +315,22 @@ fn kill_says_why_a_lock_is_still_held() {
 }
 
 #[test]
+fn of_a_holder_that_a_role_may_not_see_nothing_is_made_up() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut admin = Session::of(&database);
+    admin.sql("CREATE ROLE modest LOGIN");
+    admin.take("x");
+    let (status, text) = printed(&mut run(&database.url_with("user", "modest"), "x", "true"));
+    assert_eq!(status, Some(73), "{text}");
+    assert!(
+        text.contains(&format!("session {} of ", admin.pid())),
+        "{text}"
+    );
+    assert!(!text.contains("since") && !text.contains("from"), "{text}");
+}
+
+#[test]
 fn of_concurrent_kills_each_says_what_has_happened() {
     let database = Database::new();
     for _ in 0..5 {

@@ -74,14 +74,27 @@ impl Doctor {
     /// Returns an exit status if a question could not be asked.
     fn examine(&self, report: &Report) -> Option<i32> {
         let mut url = String::new();
+        let mut is_connected = false;
         let asked = database::url("doctor").and_then(|it| {
             url = it;
             // r2d2 retries until its timeout, while a single connection returns the server's error
             // at once.
             drop(database::connect(&url)?);
+            is_connected = true;
             self.ask(&database::sessions(&url)?, report)
         });
-        asked.err().map(|failure| report.fail(&failure, &url))
+        asked.err().map(|failure| {
+            let remedy = refusal::remedy(&failure.message, &url);
+            let remedy = remedy.unwrap_or_else(|| match is_connected {
+                true => "see the message".to_owned(),
+                false => {
+                    "correct DATABASE_URL, such as postgres://app@db/app, or the variables of \
+                    libpq, such as PGSERVICE and PGSSLMODE"
+                        .to_owned()
+                }
+            });
+            report.fail(&failure, &remedy)
+        })
     }
 
     /// Runs all questions, over as few sessions as possible, because a pooler may allow only one.
@@ -372,15 +385,9 @@ impl Report {
     }
 
     /// Adds the failure that has ended the examination, and returns the exit status.
-    fn fail(&self, failure: &Failure, url: &str) -> i32 {
+    fn fail(&self, failure: &Failure, remedy: &str) -> i32 {
         let found = failure.message.trim().replace('\n', " ");
-        self.add(
-            "fail",
-            &found,
-            &refusal::remedy(&failure.message, url),
-            "",
-            "",
-        );
+        self.add("fail", &found, remedy, "", "");
         failure.status
     }
 

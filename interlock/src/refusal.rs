@@ -149,7 +149,23 @@ const REFUSALS: &[(&str, bool, &str)] = &[
     (
         "invalid value for parameter",
         true,
+        "correct the options of DATABASE_URL or PGOPTIONS, or PGTZ, PGCLIENTENCODING and \
+            PGDATESTYLE",
+    ),
+    (
+        "requires a value",
+        true,
         "correct the options of DATABASE_URL or PGOPTIONS",
+    ),
+    (
+        "invalid command-line argument",
+        true,
+        "correct the options of DATABASE_URL or PGOPTIONS",
+    ),
+    (
+        "for connection option",
+        true,
+        "correct that option in DATABASE_URL, or its variable, such as PGCONNECT_TIMEOUT",
     ),
     (
         "role \"",
@@ -246,11 +262,9 @@ fn without_user_info(text: &str, url: &str) -> String {
     pieces.collect::<Vec<_>>().join("\"")
 }
 
-/// What to do if a connection fails for this reason.
-pub(crate) fn remedy(text: &str, url: &str) -> String {
-    let Some((_, _, remedy)) = of(text) else {
-        return "correct DATABASE_URL, such as postgres://app@db/app".to_owned();
-    };
+/// What to do if a connection fails for this reason, if that is known.
+pub(crate) fn remedy(text: &str, url: &str) -> Option<String> {
+    let (_, _, remedy) = of(text)?;
     let named = |before: &[&str]| {
         let mut found = before.iter().filter_map(|before| {
             let (_, rest) = text.split_once(&format!("{before} \""))?;
@@ -270,15 +284,20 @@ pub(crate) fn remedy(text: &str, url: &str) -> String {
     let database = named(&["database"]);
     let host = named(&["for host", "from host"]).unwrap_or("ADDRESS");
     let bits = if host.contains(':') { 128 } else { 32 };
-    remedy
+    let remedy = remedy
         .replace("{role}", &identifier(role, "CURRENT_USER"))
         .replace("{database}", &identifier(database, "all"))
-        .replace("{host}", &format!("{host}/{bits}"))
+        .replace("{host}", &format!("{host}/{bits}"));
+    Some(remedy)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn remedy(text: &str, url: &str) -> String {
+        super::remedy(text, url).unwrap()
+    }
 
     #[test]
     fn errors_hide_the_password_and_a_wrong_set_up_differs_from_an_outage() {
@@ -318,6 +337,12 @@ mod tests {
                 69,
             ),
             ("could not translate host name \"db\" to address", 69),
+            (&(server.to_owned() + "FATAL:  -c foo requires a value"), 78),
+            (
+                &(server.to_owned()
+                    + "invalid integer value \"abc\" for connection option \"connect_timeout\""),
+                78,
+            ),
         ] {
             let failure = failure(text, url);
             assert_eq!(failure.status, status, "{text}");

@@ -63,7 +63,10 @@ impl Install {
         if is_new {
             free(&mut conn, self.wait)?;
         }
-        install(pool, &mut conn, self.wait, self.restored)?;
+        install(pool, &mut conn, self.wait, self.restored).inspect_err(|_| {
+            // Programs that are running would not find the schema otherwise.
+            let _ = objects::remember(&mut conn, &repaired);
+        })?;
         let mut changes = Vec::new();
         if is_new && repaired.is_empty() {
             changes.push("installed".to_owned());

@@ -319,6 +319,14 @@ pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<Strin
     Ok(forgotten.iter().filter_map(version).collect())
 }
 
+/// Marks the migrations as installed again, because they have failed and changed nothing.
+pub(crate) fn remember(conn: &mut PgConnection, versions: &[String]) -> QueryResult<()> {
+    const REMEMBER: &str = "INSERT INTO resource_control.installed_migration (version)
+        SELECT v.version FROM json_array_elements_text($1::json) AS v (version)
+        ON CONFLICT DO NOTHING RETURNING version";
+    changed(conn, REMEMBER, &json!(versions).to_string()).map(drop)
+}
+
 fn missing(conn: &mut PgConnection, names: &[&str]) -> QueryResult<Vec<Value>> {
     const MISSING: &str = "
         SELECT name FROM json_array_elements_text($1::json) AS w (name)

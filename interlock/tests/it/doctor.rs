@@ -377,6 +377,23 @@ fn no_statement_is_printed_that_is_about_something_else() {
     admin.sql("ROLLBACK PREPARED 'bill 1 '");
 }
 
+/// Otherwise no program would find the schema any more.
+#[test]
+fn a_repair_that_fails_leaves_the_schema_installed() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    Session::of(&database).sql(
+        "DROP FUNCTION resource_control.pass_fence;
+         CREATE FUNCTION resource_control.pass_fence(name text, what bigint) RETURNS boolean
+            LANGUAGE sql RETURN true",
+    );
+    let (status, text) = printed(&mut interlock(url, "install --repair"));
+    assert_eq!(status, Some(78), "{text}");
+    migrations::check(&database.pool(1)).unwrap();
+}
+
 /// `CREATE OR REPLACE VIEW` cannot drop a column, so the remedy drops the view first.
 #[test]
 fn a_view_with_other_columns_is_created_again() {

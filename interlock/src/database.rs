@@ -170,8 +170,8 @@ type Session = PooledConnection<ConnectionManager<PgConnection>>;
 #[derive(Debug, Clone)]
 pub(crate) struct Sessions {
     pub(crate) pool: PgPool,
-    are_own: Arc<AtomicBool>,
     pub(crate) url: String,
+    are_own: Arc<AtomicBool>,
 }
 
 impl Sessions {
@@ -217,10 +217,13 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
 
 /// Settings of each transaction. The search path is set because another role may have created
 /// functions in one of its schemas, and this program, perhaps as a superuser, must not call them.
-/// `SET LOCAL`, because a pooler hands the session to other clients after the transaction.
+/// `SET LOCAL`, because a pooler hands the session to other clients after the transaction. The last
+/// ones are those by which the server prints definitions and times, in texts that are compared or
+/// are to be pasted into another session.
 const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = 0; SET LOCAL quote_all_identifiers = off; \
-    SET LOCAL standard_conforming_strings = on";
+    SET LOCAL standard_conforming_strings = on; SET LOCAL extra_float_digits = 1; \
+    SET LOCAL DateStyle = ISO; SET LOCAL IntervalStyle = postgres";
 
 /// Set for queries, so that no function of another role that a query may call can write, for
 /// example grant that role the rights of this one, and so that a table that is locked by another

@@ -245,13 +245,14 @@ impl Doctor {
                     report.add("fail", &it.found, &it.why, &it.sql, &it.shell);
                 }
                 let found = format!("the schema resource_control lacks {}", missing.join(", "));
-                report.add(
-                    "fail",
-                    &found,
-                    "run this as its owner",
-                    "",
-                    "interlock install --repair",
-                );
+                // Where nothing else shows them, the tokens that were drawn must not be forgotten.
+                let tokens = ["fencing_token", "service_request", "token_base"];
+                let repair = if missing.iter().any(|it| tokens.contains(&&**it)) {
+                    "interlock install --repair --restored"
+                } else {
+                    "interlock install --repair"
+                };
+                report.add("fail", &found, "run this as its owner", "", repair);
             }
             Err(error) => {
                 let found = format!(

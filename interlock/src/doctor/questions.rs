@@ -3,7 +3,8 @@
 //! statements for psql, `shell` as a command, `settings` as settings with the values that they
 //! should have. No row means that there is nothing to report. Of several rows with the same `pid`
 //! only the first is reported. `:transaction_age` and `:holder_age` stand for intervals, `:locks`
-//! for the query of all locks.
+//! for the query of all locks, `:own` for the names of what the migrations create, because others
+//! may have put more into the schema.
 //!
 //! The table in `docs/doctor.md` has a row for each question.
 
@@ -182,7 +183,7 @@ pub(crate) const SERVER: &[&str] = &[
             BY rolname) FILTER (WHERE NOT is_user) AS names,
                 string_agg(format(' GRANT CONNECT ON DATABASE %I TO %I;', current_database(),
                     rolname), '') FILTER (WHERE is_user) AS grants
-            FROM (SELECT r.rolname, r.rolname = current_user OR
+            FROM (SELECT r.rolname, r.rolname IN (current_user, session_user) OR
                 COALESCE(has_schema_privilege(r.oid, n.oid, 'USAGE'), false) AS is_user
                 FROM pg_roles AS r CROSS JOIN pg_database AS d LEFT JOIN pg_namespace AS n ON
                     n.nspname = 'resource_control'
@@ -311,18 +312,31 @@ pub(crate) const VIEWS: &[&str] = &[
             'resource_control.complete_service_request(%L, %s);', service, id) AS sql
         FROM resource_control.slot_in_flight WHERE created_at > clock_timestamp() + interval
             '10 seconds'",
-    "SELECT 'fail' AS level, format('resource_control.%I has no primary key, because that was '
-        'not copied', c.relname) AS found,
-        'add it, as the owner' AS why, format('ALTER TABLE resource_control.%I ADD PRIMARY KEY '
-            '(%s);', c.relname, k.key) AS sql
+    "SELECT 'warn' AS level, format('a run of the schedule %s began in the future, at %s, and '
+        'keeps others from running until %s', name, started_at, expires_at) AS found,
+        'if the clock was wrong, and nobody runs it' AS why, format('interlock kill --run -- %s',
+            chr(39) || replace(name, chr(39), chr(39) || chr(92) || chr(39) || chr(39)) ||
+                chr(39)) AS shell
+        FROM resource_control.schedule_state WHERE state = 'running' AND started_at >
+            clock_timestamp() + interval '10 seconds'",
+    "SELECT 'fail' AS level, format('resource_control.%I has no primary key %I (%s), because that '
+        'was not copied, or another one', c.relname, w.name, k.key) AS found,
+        'add it, as the owner' AS why, format('ALTER TABLE resource_control.%I%s ADD CONSTRAINT '
+            '%I PRIMARY KEY (%s);', c.relname, (SELECT format(' DROP CONSTRAINT %I,', p.conname)
+                FROM pg_constraint AS p WHERE p.conrelid = c.oid AND p.contype = 'p'), w.name,
+            k.key) AS sql
         FROM pg_class AS c JOIN (VALUES ('installed_migration', 'version'), ('token_base',
             'is_only'), ('throttle', 'name, key, is_resource'),
                 ('throttled_resource', 'resource_id'), ('service_request', 'id'), ('fence',
                     'name'), ('rate_limit', 'name, key'),
-                ('schedule', 'name'), ('once', 'name, key')) AS k (name, key) ON k.name = c.relname
+                ('schedule', 'name'), ('once', 'name, key')) AS k (name, key) ON k.name = c.relname,
+            LATERAL (SELECT c.relname || '_pkey') AS w (name)
         WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind = 'r'
-            AND NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = c.oid AND
-                i.indisprimary AND i.indisvalid)",
+            AND NOT EXISTS (SELECT FROM pg_constraint AS p JOIN pg_index AS i
+                    ON i.indexrelid = p.conindid
+                WHERE p.conrelid = c.oid AND p.contype = 'p' AND p.conname = w.name AND
+                    i.indisvalid AND
+                    pg_get_constraintdef(p.oid) = format('PRIMARY KEY (%s)', k.key))",
     "SELECT 'fail' AS level, 'resource_control.service_request.id is no identity, because that '
         'was not copied' AS found,
         'make it one, as the owner, and run doctor once more, because its sequence then begins '
@@ -331,6 +345,15 @@ pub(crate) const VIEWS: &[&str] = &[
             'GENERATED ALWAYS AS IDENTITY (CACHE 1);' AS sql
         FROM pg_attribute WHERE attrelid = 'resource_control.service_request'::regclass AND
             attname = 'id' AND attidentity = ''",
+    "SELECT 'fail' AS level, format('the sequence of resource_control.service_request.id is %s, '
+            'but claims draw from resource_control.service_request_id_seq', name) AS found,
+        'rename it, as the owner, and run doctor once more' AS why,
+        CASE WHEN to_regclass('resource_control.service_request_id_seq') IS NULL THEN ''
+            ELSE 'ALTER SEQUENCE resource_control.service_request_id_seq RENAME TO '
+                'former_service_request_id_seq; ' END
+            || format('ALTER SEQUENCE %s RENAME TO service_request_id_seq;', name) AS sql
+        FROM pg_get_serial_sequence('resource_control.service_request', 'id') AS s (name)
+        WHERE name <> 'resource_control.service_request_id_seq'",
     "SELECT 'fail' AS level, 'the index resource_control.service_request_in_flight is not that '
             'of this release, so slots may be taken twice' AS found,
         'make it anew, as the owner' AS why,
@@ -433,8 +456,34 @@ pub(crate) const TABLES: &[&str] = &[
 pub(crate) const AS_INSTALLED: &str = "
     WITH objects AS (
         SELECT c.oid, c.relname AS name, c.relkind AS kind, c.relpersistence AS persistence,
-                c.relrowsecurity OR c.relforcerowsecurity AS has_security, c.reloptions AS options
+                c.relrowsecurity OR c.relforcerowsecurity AS has_security, c.reloptions AS options,
+                c.relreplident AS identity, c.relowner AS owner
             FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+            WHERE n.nspname = 'resource_control' AND c.relname = ANY (:own)
+    ), checks AS (
+        SELECT k.name, k.kind || ' resource_control.' || k.of AS what, k.definition,
+                CASE k.kind WHEN 'TABLE' THEN t.typrelid ELSE t.oid END AS of
+            FROM pg_namespace AS n JOIN pg_type AS t ON t.typnamespace = n.oid JOIN (VALUES ('token_bases_are_one', 'TABLE', 'token_base', 'CHECK (is_only)'),
+                ('positive_delays_only', 'TABLE', 'throttled_resource',
+                    'CHECK ((throttle_interval > ''00:00:00''::interval))'),
+                ('a_microsecond_to_1000_years', 'TABLE', 'throttled_resource',
+                    'CHECK (((date_part(''epoch''::text, throttle_interval) >= '
+                    '(0.000001)::double precision) AND (date_part(''epoch''::text, '
+                    'throttle_interval) <= (''31557600000''::bigint)::double precision)))'),
+                ('empty_rules', 'TABLE', 'throttled_resource',
+                    'CHECK ((((last_locked = ''-infinity''::timestamp with time zone) AND '
+                    '(last_locker_details = ''''::text)) OR ((last_locked <> ''-infinity'''
+                    '::timestamp with time zone) AND '
+                    '(length(TRIM(BOTH FROM last_locker_details)) > 0))))'),
+                ('services_have_names', 'DOMAIN', 'service_name',
+                    'CHECK (((octet_length(VALUE) >= 1) AND (octet_length(VALUE) <= 1000)))'),
+                ('slots_count_from_zero', 'DOMAIN', 'slot_number', 'CHECK ((VALUE >= 0))'),
+                ('requests_expire', 'DOMAIN', 'request_expiry', 'CHECK (isfinite(VALUE))'),
+                ('fences_have_names', 'TABLE', 'fence',
+                    'CHECK (((octet_length(name) >= 1) AND (octet_length(name) <= 1000)))'),
+                ('schedules_have_names', 'TABLE', 'schedule',
+                    'CHECK (((octet_length(name) >= 1) AND (octet_length(name) <= 1000)))')
+            ) AS k (name, kind, of, definition) ON k.of = t.typname
             WHERE n.nspname = 'resource_control'
     )
     SELECT 'fail' AS level, format('resource_control.%I is UNLOGGED: a crash of the server empties '
@@ -480,10 +529,38 @@ pub(crate) const AS_INSTALLED: &str = "
                 THEN format('TABLE resource_control.%I', objects.name)
                 ELSE format('DOMAIN resource_control.%I', d.typname) END) AS w (what)
         WHERE n.nspname = 'resource_control' AND c.contype IN ('c', 'f', 'u', 'x')
-            AND c.conname <> ALL (ARRAY ['token_bases_are_one', 'positive_delays_only',
-                'a_microsecond_to_1000_years', 'empty_rules', 'services_have_names',
-                'slots_count_from_zero', 'requests_expire', 'fences_have_names',
-                'schedules_have_names']::name[])
+            AND (objects.oid IS NOT NULL OR d.typname = ANY (:own))
+            AND NOT EXISTS (SELECT FROM checks AS k
+                WHERE k.name = c.conname AND k.of IN (c.conrelid, c.contypid))
+    UNION ALL SELECT 'fail', format('the constraint %I on %s is missing, or not that of this '
+            'release', name, what), 'as the owner',
+        format('ALTER %1$s DROP CONSTRAINT IF EXISTS %2$I; ALTER %1$s ADD CONSTRAINT %2$I %3$s;',
+            what, name, definition)
+        FROM checks WHERE NOT EXISTS (SELECT FROM pg_constraint AS c
+            WHERE c.conname = checks.name AND checks.of IN (c.conrelid, c.contypid)
+                AND pg_get_constraintdef(c.oid) = definition)
+    UNION ALL SELECT 'warn', format('the index %I on resource_control.%I may refuse what is '
+            'written there', c.relname, name), 'if it is not meant to, as the owner',
+        format('DROP INDEX resource_control.%I;', c.relname)
+        FROM objects JOIN pg_index AS i ON i.indrelid = objects.oid
+            JOIN pg_class AS c ON c.oid = i.indexrelid
+        WHERE (i.indisunique OR i.indexprs IS NOT NULL OR i.indpred IS NOT NULL)
+            AND c.relname <> ALL (:own)
+            AND NOT EXISTS (SELECT FROM pg_constraint AS k WHERE k.conindid = c.oid)
+    UNION ALL SELECT 'fail', format('resource_control.%I is published, and has no replica '
+            'identity, so no row there can be changed', name), 'as the owner',
+        format('ALTER TABLE resource_control.%I REPLICA IDENTITY DEFAULT;', name)
+        FROM objects WHERE identity = 'n' AND EXISTS (SELECT FROM pg_publication_tables AS p
+            WHERE p.schemaname = 'resource_control' AND p.tablename = objects.name)
+    UNION ALL SELECT DISTINCT 'fail', format('the view resource_control.%I cannot be read, because '
+            'its owner %I may not read resource_control.%I', v.name, r.rolname, t.name),
+        'as the owner of the latter',
+        format('GRANT SELECT ON resource_control.%I TO %I;', t.name, r.rolname)
+        FROM objects AS v JOIN pg_roles AS r ON r.oid = v.owner
+            JOIN pg_rewrite AS w ON w.ev_class = v.oid
+            JOIN pg_depend AS d ON d.objid = w.oid AND d.classid = 'pg_rewrite'::regclass
+            JOIN objects AS t ON t.oid = d.refobjid AND t.oid <> v.oid
+        WHERE v.kind = 'v' AND NOT has_table_privilege(r.oid, t.oid, 'SELECT')
     UNION ALL SELECT 'fail', format('the view resource_control.%I has the options %s, so it may '
             'not be readable for those that may only read', name, array_to_string(options, ', ')),
         'as the owner', format('ALTER VIEW resource_control.%I RESET (%s);', name,
@@ -507,16 +584,17 @@ pub(crate) const GRANTS: &str = "
         UNION ALL SELECT format('%s ON resource_control.%I', string_agg(p, ', '), c.relname)
             FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace,
                 unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p
-            WHERE n.nspname = 'resource_control' AND c.relkind IN ('r', 'v') AND NOT \
-            has_table_privilege(c.oid, p)
+            WHERE n.nspname = 'resource_control' AND c.relname = ANY (:own) \
+            AND c.relkind IN ('r', 'v') AND NOT has_table_privilege(c.oid, p)
                 AND (p = 'SELECT' OR c.relkind = 'r' AND c.relname NOT IN \
                 ('installed_migration', 'token_base')) GROUP BY c.relname
         UNION ALL SELECT format('USAGE, SELECT, UPDATE ON SEQUENCE resource_control.%I', c.relname)
             FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-            WHERE n.nspname = 'resource_control' AND CASE c.relkind WHEN 'S'
+            WHERE n.nspname = 'resource_control' AND c.relname = ANY (:own) AND CASE c.relkind WHEN 'S'
                 THEN NOT (has_sequence_privilege(c.oid, 'USAGE') AND \
                 has_sequence_privilege(c.oid, 'UPDATE')) END
         UNION ALL SELECT format('EXECUTE ON FUNCTION %s', p.oid::regprocedure)
             FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
-            WHERE n.nspname = 'resource_control' AND NOT has_function_privilege(p.oid, 'EXECUTE')
+            WHERE n.nspname = 'resource_control' AND p.proname = ANY (:own) AND NOT \
+            has_function_privilege(p.oid, 'EXECUTE')
     ) AS m HAVING count(*) > 0";

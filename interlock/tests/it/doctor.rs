@@ -208,7 +208,7 @@ fn objects_that_are_not_as_installed_are_reported_and_repaired() {
     let url = &database.url();
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
-    session.sql("CREATE ROLE app LOGIN");
+    session.sql("CREATE ROLE app LOGIN; CREATE ROLE nobody");
     grant(&database, "--set=role=app");
     session.sql(
         "CREATE FUNCTION ignore() RETURNS trigger LANGUAGE plpgsql
@@ -302,9 +302,97 @@ fn objects_that_are_not_as_installed_are_reported_and_repaired() {
             "warn",
             "the trigger ignore on resource_control.fence",
         ),
+        (
+            "ALTER TABLE resource_control.fence DROP CONSTRAINT fences_have_names;
+             ALTER TABLE resource_control.fence ADD CONSTRAINT fences_have_names
+                CHECK (token < 100)",
+            "fail",
+            "the constraint fences_have_names on TABLE resource_control.fence is missing, or not",
+        ),
+        (
+            "ALTER DOMAIN resource_control.slot_number DROP CONSTRAINT slots_count_from_zero",
+            "fail",
+            "the constraint slots_count_from_zero on DOMAIN resource_control.slot_number is",
+        ),
+        (
+            "CREATE UNIQUE INDEX one ON resource_control.service_request (service)
+                WHERE completed_at IS NULL",
+            "warn",
+            "the index one on resource_control.service_request",
+        ),
+        (
+            "CREATE PUBLICATION everything FOR ALL TABLES;
+             ALTER TABLE resource_control.schedule REPLICA IDENTITY NOTHING",
+            "fail",
+            "resource_control.schedule is published",
+        ),
+        (
+            "TABLE fence RENAME CONSTRAINT fence_pkey TO f",
+            "fail",
+            "has no primary key fence_pkey (name)",
+        ),
+        (
+            "ALTER TABLE resource_control.rate_limit DROP CONSTRAINT rate_limit_pkey;
+             ALTER TABLE resource_control.rate_limit ADD PRIMARY KEY (name, key, burst)",
+            "fail",
+            "has no primary key rate_limit_pkey (name, key)",
+        ),
+        (
+            "SEQUENCE service_request_id_seq RENAME TO requests",
+            "fail",
+            "the sequence of resource_control.service_request.id is resource_control.requests",
+        ),
+        (
+            "TABLE fence ALTER token TYPE integer",
+            "fail",
+            "the column token of resource_control.fence",
+        ),
+        (
+            "TABLE once ALTER name TYPE varchar(9) COLLATE \"default\"",
+            "fail",
+            "the column name of resource_control.once",
+        ),
+        (
+            "TABLE service_request ALTER expires_at DROP DEFAULT",
+            "fail",
+            "the column expires_at of resource_control.service_request",
+        ),
+        (
+            "TABLE service_request ALTER claim SET NOT NULL",
+            "fail",
+            "the column claim of resource_control.service_request",
+        ),
+        (
+            "TABLE once ADD tenant integer NOT NULL",
+            "fail",
+            "resource_control.once has the column tenant of others",
+        ),
+        (
+            "FUNCTION once_outcome STABLE",
+            "fail",
+            "resource_control.once_outcome is not that of this release",
+        ),
+        (
+            "FUNCTION claim_service_request STRICT",
+            "fail",
+            "resource_control.claim_service_request is not that of this release",
+        ),
+        (
+            "CREATE FUNCTION resource_control.lock_key(name varchar) RETURNS bigint LANGUAGE sql
+                RETURN 1",
+            "fail",
+            "resource_control.lock_key is not that of this release",
+        ),
+        (
+            "DROP FUNCTION resource_control.pass_fence;
+             CREATE FUNCTION resource_control.pass_fence(name text, what bigint) RETURNS boolean
+                LANGUAGE sql RETURN true",
+            "fail",
+            "resource_control.pass_fence is not that of this release",
+        ),
     ] {
         session.sql(&match fault.split_once(' ') {
-            Some((kind @ ("TABLE" | "VIEW" | "SEQUENCE"), rest)) => {
+            Some((kind @ ("TABLE" | "VIEW" | "SEQUENCE" | "FUNCTION"), rest)) => {
                 format!("ALTER {kind} resource_control.{rest}")
             }
             _ => fault.to_owned(),
@@ -319,6 +407,100 @@ fn objects_that_are_not_as_installed_are_reported_and_repaired() {
         let (status, lines) = found(of_app, "--strict");
         assert_eq!(status, Some(0), "{fault}: {lines:#?}");
     }
+}
+
+/// The type of a column that a view reads cannot be changed, so the remedy drops the view first.
+#[test]
+fn a_column_that_a_view_reads_gets_its_type_back() {
+    assert_repaired(&[(
+        "DROP VIEW resource_control.schedule_state;
+         ALTER TABLE resource_control.schedule ALTER token TYPE integer;
+         CREATE VIEW resource_control.schedule_state AS SELECT token FROM resource_control.schedule",
+        "the column token of resource_control.schedule",
+    )]);
+}
+
+#[test]
+fn a_view_whose_owner_may_not_read_its_table_is_named() {
+    let cluster = healthy();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("CREATE ROLE app LOGIN; CREATE ROLE nobody");
+    grant(&database, "--set=role=app");
+    session.sql("ALTER VIEW resource_control.schedule_state OWNER TO nobody");
+    let word = "the view resource_control.schedule_state cannot be read";
+    let of_app = &database.url_with("user", "app");
+    let status = remedied(of_app, &database.url(), "--strict", "fail", word);
+    assert_eq!(status, Some(0));
+}
+
+/// Of a role without any right on the schema, only that is reported.
+#[test]
+fn a_role_that_may_not_use_the_schema_has_one_finding() {
+    let cluster = healthy();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    Session::of(&database).sql("CREATE ROLE app LOGIN");
+    let (_, lines) = found(&database.url_with("user", "app"), "--needs-schema");
+    let bad: Vec<_> = lines.iter().filter(|line| line["level"] != "ok").collect();
+    assert_eq!(bad.len(), 1, "{bad:#?}");
+    assert!(of(&lines, "fail", "may not use all of the schema").is_some());
+}
+
+#[test]
+fn what_others_have_put_into_the_schema_is_their_own() {
+    let cluster = healthy();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("CREATE ROLE app LOGIN");
+    grant(&database, "--set=role=app");
+    session.sql(
+        "CREATE TABLE resource_control.secret (x integer NOT NULL CHECK (x > 0));
+         CREATE SEQUENCE resource_control.many CACHE 50;
+         CREATE MATERIALIZED VIEW resource_control.report AS SELECT 1 AS x;
+         CREATE FUNCTION resource_control.own() RETURNS integer LANGUAGE sql RETURN 1;
+         REVOKE ALL ON FUNCTION resource_control.own() FROM PUBLIC, app;
+         REVOKE ALL ON resource_control.secret, resource_control.many FROM app",
+    );
+    let (status, lines) = found(&database.url_with("user", "app"), "--strict");
+    assert_eq!(status, Some(0), "{lines:#?}");
+}
+
+/// The sequence is the only place that knows the tokens of locks.
+#[test]
+fn a_lost_sequence_does_not_begin_again() {
+    const DRAW: &str = "resource_control.next_token('resource_control.fencing_token')";
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("SELECT setval('resource_control.fencing_token', 700)");
+    session.sql("DROP SEQUENCE resource_control.fencing_token");
+    assert_eq!(
+        remedied(url, url, "", "fail", "lacks fencing_token"),
+        Some(0)
+    );
+    assert!(session.number(DRAW) > 700);
+}
+
+/// Otherwise no program would find the schema any more.
+#[test]
+fn a_repair_that_fails_leaves_the_schema_installed() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    Session::of(&database).sql(
+        "DROP FUNCTION resource_control.pass_fence;
+         CREATE FUNCTION resource_control.pass_fence(name text, what bigint) RETURNS boolean
+            LANGUAGE sql RETURN true",
+    );
+    let (status, text) = printed(&mut interlock(url, "install --repair"));
+    assert_eq!(status, Some(78), "{text}");
+    migrations::check(&database.pool(1)).unwrap();
 }
 
 #[test]
@@ -377,21 +559,23 @@ fn no_statement_is_printed_that_is_about_something_else() {
     admin.sql("ROLLBACK PREPARED 'bill 1 '");
 }
 
-/// Otherwise no program would find the schema any more.
 #[test]
-fn a_repair_that_fails_leaves_the_schema_installed() {
+fn the_setting_of_a_role_that_becomes_another_one_is_set_back() {
     let cluster = healthy();
     let database = cluster.database();
-    let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     Session::of(&database).sql(
-        "DROP FUNCTION resource_control.pass_fence;
-         CREATE FUNCTION resource_control.pass_fence(name text, what bigint) RETURNS boolean
-            LANGUAGE sql RETURN true",
+        "CREATE ROLE owner; CREATE ROLE app LOGIN IN ROLE owner;
+         ALTER ROLE app SET role = owner; ALTER ROLE app SET idle_session_timeout = '1h'",
     );
-    let (status, text) = printed(&mut interlock(url, "install --repair"));
-    assert_eq!(status, Some(78), "{text}");
-    migrations::check(&database.pool(1)).unwrap();
+    let url = &database.url_with("user", "app");
+    let status = remedied(
+        url,
+        &database.url(),
+        "--strict",
+        "warn",
+        "idle_session_timeout = ",
+    );
+    assert_eq!(status, Some(0));
 }
 
 /// `CREATE OR REPLACE VIEW` cannot drop a column, so the remedy drops the view first.
@@ -443,6 +627,11 @@ fn times_of_a_clock_that_was_ahead_are_reported_and_set_back() {
             "service_request (service, slot, created_at, expires_at)
                 VALUES ('x', 0, now() + interval '1 day', now() + interval '2 days')",
             "of x was made in the future",
+        ),
+        (
+            "schedule (name, tick, started_at, expires_at)
+                VALUES ('late', now(), now() + interval '1 day', now() + interval '2 days')",
+            "a run of the schedule late began in the future",
         ),
     ] {
         session.sql(&format!("INSERT INTO resource_control.{fault}"));
@@ -946,11 +1135,15 @@ fn an_index_of_slots_with_another_definition_is_created_again() {
         session.sql(&fault);
         remedied(url, url, "", "fail", name);
     }
-    // `doctor` compares definitions as PostgreSQL prints them by default, whatever this setting is.
-    session.sql(&format!(
-        "ALTER DATABASE {} SET quote_all_identifiers = on",
-        database.name()
-    ));
+    // `doctor` compares definitions as PostgreSQL prints them by default.
+    for setting in [
+        "quote_all_identifiers = on",
+        "extra_float_digits = -10",
+        "DateStyle = german",
+        "IntervalStyle = iso_8601",
+    ] {
+        session.sql(&format!("ALTER DATABASE {} SET {setting}", database.name()));
+    }
     let (status, lines) = found(url, "--strict");
     assert_eq!(status, Some(0), "{lines:#?}");
 }

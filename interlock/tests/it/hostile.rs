@@ -324,7 +324,10 @@ fn a_role_that_the_database_sets_does_not_hide_the_rights_of_the_session() {
     ] {
         let (status, text) = printed(&mut interlock(&database.url(), line));
         assert_eq!(status, Some(expected), "{line}: {text}");
-        assert!(text.contains("connect as mallory instead"), "{line}: {text}");
+        assert!(
+            text.contains("connect as mallory instead"),
+            "{line}: {text}"
+        );
         assert!(!text.contains("trap"), "{line}: {text}");
     }
 }

@@ -139,7 +139,10 @@ fn main() {
         let is_explained = ["`interlock ", "set the environment variable"];
         let is_explained = is_explained.iter().any(|it| failure.message.contains(it));
         if failure.status == Failure::SET_UP && !is_explained {
-            say!("{failure}; see `interlock doctor`");
+            // What fails after the program has connected fails for want of the schema or a right.
+            let is_connected = !failure.message.contains("cannot be reached");
+            let option = if is_connected { " --needs-schema" } else { "" };
+            say!("{failure}; see `interlock doctor{option}`");
         } else if !failure.message.is_empty() {
             say!("{failure}");
         }

@@ -314,6 +314,26 @@ fn kill_says_why_a_lock_is_still_held() {
     assert!(text.contains("interlock install"), "{text}");
 }
 
+/// The remedy of the command that the message names lets the role do it.
+#[test]
+fn a_missing_right_leads_to_the_grant() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut admin = Session::of(&database);
+    admin.sql(
+        "CREATE ROLE modest LOGIN; INSERT INTO resource_control.schedule (name) VALUES ('hourly')",
+    );
+    let url = &database.url_with("user", "modest");
+    let (status, text) = printed(&mut interlock(url, "pause hourly"));
+    assert_eq!(status, Some(78), "{text}");
+    let command = text.split('`').nth(1).unwrap();
+    let line = command.strip_prefix("interlock doctor").unwrap();
+    let word = "may not use all of the schema";
+    doctor::remedied(url, &database.url(), line, "fail", word);
+    assert_eq!(printed(&mut interlock(url, "pause hourly")).0, Some(0));
+}
+
 #[test]
 fn of_a_holder_that_a_role_may_not_see_nothing_is_made_up() {
     let cluster = Cluster::start();

@@ -9,7 +9,7 @@ use clap::Args;
 use diesel::pg::PgConnection;
 use serde_json::Value;
 
-use crate::database::{self, LOCKS, SILENCE, Schema, changed, in_time, rows_with};
+use crate::database::{self, LOCKS, SILENCE, Schema, changed, in_time, rows, rows_with};
 use crate::{Failure, ps, say};
 
 #[derive(Debug, Args)]
@@ -191,7 +191,14 @@ impl Kill {
         let mut output = io::stdout();
         write!(output, "{}", ps::table("held by", &holders, Some(columns)))?;
         if holders.is_empty() {
-            say!("nobody has {what}: nothing was done");
+            // It may be the wrong database.
+            const HERE: &str = "SELECT current_database() AS name";
+            let here = in_time(|| rows(&mut conn, HERE))?;
+            let here = here.first().and_then(|row| row["name"].as_str());
+            say!(
+                "nobody has {what} in the database {}: nothing was done",
+                here.unwrap_or_default()
+            );
             if !self.is_of_row() {
                 in_time(|| self.others(&mut conn))?;
             }

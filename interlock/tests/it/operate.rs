@@ -610,7 +610,10 @@ fn kill_lists_what_else_has_the_name() {
     let (status, text) = printed(&mut interlock(url, "kill it's --yes"));
     assert_eq!(status, Some(1), "{text}");
     assert!(
-        text.contains("nobody has the lock it's: nothing was done"),
+        text.contains(&format!(
+            "nobody has the lock it's in the database {}: nothing was done",
+            database.name()
+        )),
         "{text}"
     );
     let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight";

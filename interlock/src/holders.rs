@@ -42,7 +42,7 @@ fn session(row: &Value) -> String {
 /// The requests that have slots of a semaphore.
 pub(crate) fn of_slots(conn: &mut PgConnection, service: &str) -> QueryResult<Vec<String>> {
     const SLOTS: &str = "
-        SELECT slot, id, details, created_at AS since, date_part('epoch', clock_timestamp() - \
+        SELECT slot, id, left(details, 100) AS details, created_at AS since, date_part('epoch', clock_timestamp() - \
         created_at)::bigint AS age
         FROM resource_control.slot_in_flight WHERE service = $1 ORDER BY created_at";
     let rows = rows_with(conn, SLOTS, service)?;

@@ -190,6 +190,11 @@ pub(crate) fn table(kind: &str, rows: &[Value], columns: Option<&[&str]>) -> Str
         .contains(name)
     };
     let limit = limit();
+    for (width, name) in widths.iter_mut().zip(shown) {
+        if columns.is_some() && is_cut(name) {
+            *width = (*width).min(limit.max(8));
+        }
+    }
     while columns.is_some() && widths.iter().map(|width| width + 2).sum::<usize>() > limit {
         let mut texts: Vec<_> = (0..shown.len()).filter(|&i| is_cut(&shown[i])).collect();
         texts.sort_by_key(|&i| widths[i]);
@@ -206,7 +211,10 @@ pub(crate) fn table(kind: &str, rows: &[Value], columns: Option<&[&str]>) -> Str
                 Some(_) => cell.chars().take(width - 1).chain(['…']).collect(),
                 None => cell.clone(),
             };
-            let _ = write!(shown, "  {cell:width$}");
+            // Not by the width of a format, of which Rust accepts 65,535 at most.
+            shown += "  ";
+            shown += &cell;
+            shown += &" ".repeat(width - cell.chars().count());
         }
         text += shown.trim_end();
         text += "\n";

@@ -283,13 +283,13 @@ pub(crate) const MAY_CREATE: &str = "
 pub(crate) const VIEWS: &[&str] = &[
     "SELECT 'warn' AS level, format('request %s has slot %s of %s since %s (%s)', id, slot,
         service, date_trunc('second', created_at),
-            details) AS found,
+            left(details, 100)) AS found,
         'if it is stuck' AS why, format('interlock kill --slot %s -- %s', id,
             chr(39) || replace(service, chr(39), chr(39) || chr(92) || chr(39) || chr(39)) ||
                 chr(39)) AS shell
         FROM resource_control.slot_in_flight WHERE created_at < clock_timestamp() - :holder_age
             AND NOT starts_with(service, 'leader ')",
-    "SELECT 'warn' AS level, format('%s runs the schedule %s since %s', runner, name,
+    "SELECT 'warn' AS level, format('%s runs the schedule %s since %s', left(runner, 100), name,
         date_trunc('second', started_at)) AS found,
         'if it is stuck' AS why, format('interlock kill --run -- %s',
             chr(39) || replace(name, chr(39), chr(39) || chr(92) || chr(39) || chr(39)) ||

@@ -314,6 +314,33 @@ fn kill_says_why_a_lock_is_still_held() {
     assert!(text.contains("interlock install"), "{text}");
 }
 
+/// Other programs write texts of any length.
+#[test]
+fn long_texts_are_shown_and_cut() {
+    let database = installed();
+    let url = &database.url();
+    let mut session = Session::of(&database);
+    session.sql(
+        "SELECT resource_control.claim_service_request('geocoder', 1, '1 day', repeat('d', 70000));
+         INSERT INTO resource_control.schedule (name, tick, runner, started_at, expires_at, error)
+            VALUES ('hourly', now(), repeat('r', 70000), now(), now(), repeat('e', 70000))",
+    );
+    let (status, text) = printed(&mut interlock(url, "ps --wide"));
+    assert_eq!(status, Some(0));
+    for letter in ["d", "r", "e"] {
+        assert!(text.contains(&letter.repeat(70_000)), "{letter}");
+    }
+    for (line, expected) in [
+        ("ps", 0),
+        ("doctor --holder-age 0s", 0),
+        ("run geocoder --lease 30s -- true", 73),
+    ] {
+        let (status, text) = printed(&mut interlock(url, line));
+        assert_eq!(status, Some(expected), "{line}");
+        assert!(text.lines().all(|line| line.len() < 1000), "{line}");
+    }
+}
+
 /// The remedy of the command that the message names lets the role do it.
 #[test]
 fn a_missing_right_leads_to_the_grant() {

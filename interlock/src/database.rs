@@ -345,9 +345,10 @@ const POWERS: &str = "
 #[derive(Debug)]
 pub(crate) enum Schema {
     Absent,
-    /// A part of the schema belongs to the role `owner`, which lacks a right of this role. Its
-    /// functions would be called with that right.
+    /// `what`, the schema or something in it, belongs to the role `owner`, which lacks a right of
+    /// this role. Its functions would be called with that right.
     Foreign {
+        what: String,
         owner: String,
         power: String,
     },
@@ -364,24 +365,31 @@ impl Schema {
             "
             WITH powers AS MATERIALIZED ({POWERS}),
             strangers AS (
-                SELECT r.rolname AS owner, m.power
+                SELECT o.what, r.rolname AS owner, m.power
                     FROM (
-                        SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'resource_control'
-                        UNION SELECT c.relowner FROM pg_class AS c
+                        SELECT n.nspowner, 'the schema resource_control' FROM pg_namespace AS n
+                            WHERE n.nspname = 'resource_control'
+                        UNION SELECT c.relowner, format('resource_control.%I', c.relname)
+                            FROM pg_class AS c
                             WHERE c.relnamespace = to_regnamespace('resource_control')::oid
-                        UNION SELECT p.proowner FROM pg_proc AS p
+                        UNION SELECT p.proowner, format('the function resource_control.%I', p.proname)
+                            FROM pg_proc AS p
                             WHERE p.pronamespace = to_regnamespace('resource_control')::oid
-                        UNION SELECT t.typowner FROM pg_type AS t
+                        UNION SELECT t.typowner, format('the type resource_control.%I', t.typname)
+                            FROM pg_type AS t
                             WHERE t.typnamespace = to_regnamespace('resource_control')::oid
-                        UNION SELECT p.proowner FROM pg_trigger AS t
+                        UNION SELECT p.proowner, format('the function of the trigger %I on '
+                                'resource_control.%I', t.tgname, c.relname)
+                            FROM pg_trigger AS t
                             JOIN pg_class AS c ON c.oid = t.tgrelid
                             JOIN pg_proc AS p ON p.oid = t.tgfoid
                             WHERE c.relnamespace = to_regnamespace('resource_control')::oid
-                    ) AS o (owner) JOIN pg_roles AS r ON r.oid = o.owner
+                    ) AS o (owner, what) JOIN pg_roles AS r ON r.oid = o.owner
                     JOIN powers AS m ON pg_has_role(session_user, m.role, 'MEMBER')
                     WHERE NOT EXISTS (SELECT FROM powers AS t
                         WHERE t.power = m.power AND pg_has_role(r.oid, t.role, 'MEMBER'))
-                    ORDER BY m.power <> 'SUPERUSER', r.rolname, m.power LIMIT 1
+                    ORDER BY o.what <> 'the schema resource_control', m.power <> 'SUPERUSER',
+                        r.rolname, o.what, m.power LIMIT 1
             )
             SELECT has_schema_privilege(n.oid, 'USAGE') AS is_open,
                 (SELECT bool_or(has_table_privilege(c.oid, 'INSERT, UPDATE, DELETE'))
@@ -390,6 +398,7 @@ impl Schema {
                 (SELECT bool_or(has_table_privilege(c.oid, 'SELECT'))
                     FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relkind = 'v')
                     AS is_readable,
+                (SELECT s.what FROM strangers AS s) AS what,
                 (SELECT s.owner FROM strangers AS s) AS stranger,
                 (SELECT s.power FROM strangers AS s) AS power
             FROM pg_namespace AS n WHERE n.nspname = 'resource_control'"
@@ -399,6 +408,7 @@ impl Schema {
         Ok(match rows.first() {
             None => Self::Absent,
             Some(it) if it["stranger"].is_string() => Self::Foreign {
+                what: text(it, "what"),
                 owner: text(it, "stranger"),
                 power: text(it, "power"),
             },
@@ -431,11 +441,17 @@ impl Schema {
     pub(crate) fn why_unread(&self) -> Option<String> {
         match self {
             Self::Absent => Some("the schema resource_control is not installed".to_owned()),
-            Self::Foreign { owner, power } => Some(format!(
-                "the schema resource_control, or something in it, belongs to the role {owner}, \
-                    whose functions would run with the rights of this role, which has {power}: \
-                    connect as {owner} instead"
-            )),
+            Self::Foreign { what, owner, power } => {
+                // Somebody who may not own the schema may have put something into it.
+                let remove = match what.as_str() {
+                    "the schema resource_control" => "",
+                    _ => "drop it if it is not meant to be there, or ",
+                };
+                Some(format!(
+                    "{what} belongs to the role {owner}, whose functions would run with the rights \
+                        of this role, which has {power}: {remove}connect as {owner} instead"
+                ))
+            }
             Self::Closed => Some("this role may not use the schema resource_control".to_owned()),
             Self::Readable | Self::Usable => None,
         }

@@ -295,6 +295,36 @@ fn a_schema_of_a_role_with_fewer_rights_is_not_trusted() {
     assert!(reads_it(&text), "{text}");
 }
 
+/// Whoever has the right TRIGGER on a table may let it call a function.
+#[test]
+fn a_trigger_of_a_stranger_is_named_and_not_called() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut admin = session(&database);
+    admin.sql(
+        "CREATE ROLE mallory LOGIN; GRANT CREATE ON SCHEMA public TO mallory;
+         GRANT USAGE ON SCHEMA resource_control TO mallory;
+         GRANT TRIGGER ON resource_control.schedule TO mallory;
+         INSERT INTO resource_control.schedule (name) VALUES ('hourly')",
+    );
+    Session(Endpoint::new(&database.url_with("user", "mallory")).connect()).sql(
+        "CREATE FUNCTION public.rise() RETURNS trigger LANGUAGE plpgsql
+            AS $$ BEGIN RAISE 'trap %', current_user; END $$;
+         CREATE TRIGGER rise BEFORE UPDATE ON resource_control.schedule
+            FOR EACH ROW EXECUTE FUNCTION public.rise()",
+    );
+    let (status, text) = printed(&mut interlock(&database.url(), "pause hourly"));
+    assert_eq!(status, Some(78), "{text}");
+    assert!(
+        text.contains("the trigger rise on resource_control.schedule"),
+        "{text}"
+    );
+    admin.sql("DROP TRIGGER rise ON resource_control.schedule");
+    let (status, text) = printed(&mut interlock(&database.url(), "pause hourly"));
+    assert_eq!(status, Some(0), "{text}");
+}
+
 /// The owner of a database may let every session there begin with `SET ROLE`, which a function of
 /// that owner may reset.
 #[test]

@@ -220,7 +220,12 @@ impl<P: Pool, C: Fn(&Parts) -> String> IdempotencyLayer<P, C> {
         let client = client(request);
         // The length says where the client ends, so that no two pairs are written alike.
         let key = format!("{} {client} {key}", client.len());
-        let mut work = format!("{} {}\n", request.method, request.uri).into_bytes();
+        // Without the host: HTTP/2 names it in the URI, and HTTP/1.1 does not.
+        let path = request
+            .uri
+            .path_and_query()
+            .map_or("", |path| path.as_str());
+        let mut work = format!("{} {path}\n", request.method).into_bytes();
         work.extend_from_slice(body);
         let once = once.key(key).fingerprint(work);
         let begun: Reply<'_, Begun<P>> = once.begin(pool);

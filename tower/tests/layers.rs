@@ -193,6 +193,10 @@ fn a_repetition_gets_the_stored_response_and_has_no_effect() {
                 "the header is not on the allow-list"
             );
         }
+        // As a request of HTTP/2, whose URI contains the host.
+        let absolute = request("http://another-host/", "a", "k", "4200");
+        let again = send(&address, absolute).await.unwrap();
+        assert_eq!((again.status, &again.body), (first.status, &first.body));
         assert_eq!(setup.effects_and_responses(), (1, 1));
         // Another request under the same key differs in its body, or in its path.
         charge(&address, "k", "9900")

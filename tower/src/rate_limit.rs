@@ -156,7 +156,10 @@ where
             } else {
                 reply(StatusCode::TOO_MANY_REQUESTS, "too many requests")
             };
-            response.headers_mut().extend(fields);
+            // Beside the fields of another layer, which names its own limit.
+            for (name, value) in &fields {
+                response.headers_mut().append(name, value.clone());
+            }
             Ok(response)
         })
     }

@@ -661,6 +661,39 @@ fn each_response_has_the_limit_and_beyond_it_a_request_is_429() {
 }
 
 #[test]
+fn a_response_has_the_fields_of_each_limit() {
+    static ALL: RateLimit = RateLimit::named("all", Quota::per_day(24).burst(9));
+    block_on(async {
+        let setup = Setup::new(2);
+        let limit = |limit: &RateLimit| {
+            let everyone: fn(&Parts) -> String = |_| "everyone".to_owned();
+            RateLimitLayer::new((limit.clone(), setup.pool.clone()), everyone)
+        };
+        let router = Router::new().route("/", post(async || "done"));
+        let address = serve(router.layer(limit(&API)).layer(limit(&ALL))).await;
+        let mut statuses = Vec::new();
+        for _ in 0..3 {
+            let reply = charge(&address, "", "").await;
+            statuses.push(reply.status.as_u16());
+            for name in ["ratelimit-policy", "ratelimit"] {
+                let fields = reply.headers.get_all(name).iter();
+                let limits = fields.map(|field| field.to_str().unwrap().split(';').next().unwrap());
+                assert_eq!(
+                    limits.collect::<Vec<_>>(),
+                    [r#""api""#, r#""all""#],
+                    "{name}"
+                );
+            }
+            assert_eq!(
+                reply.headers.get_all("retry-after").iter().count(),
+                statuses.len() / 3
+            );
+        }
+        assert_eq!(statuses, [200, 200, 429]);
+    });
+}
+
+#[test]
 fn a_local_limit_works_in_the_layer() {
     block_on(async {
         let setup = Setup::new(2);

@@ -17,7 +17,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::transaction::Ends;
-use crate::{Body, Pool, Reply, Transaction, failed, reply, stored};
+use crate::{Body, Pool, Reply, Transaction, failed, mistake, reply, stored};
 
 /// Does each request that has an `Idempotency-Key` once, and replies to its repetitions with the
 /// stored response.
@@ -233,7 +233,7 @@ impl<P: Pool, C: Fn(&Parts) -> String> IdempotencyLayer<P, C> {
             Ok(Begun::First(doing)) => return Ok(Transaction::new(doing)),
             Ok(Begun::Before(bytes)) => stored::read(bytes).unwrap_or_else(|| {
                 let text = "what is stored under the key is not a response";
-                reply(StatusCode::INTERNAL_SERVER_ERROR, text)
+                mistake(text, None)
             }),
             Ok(Begun::Busy) => {
                 let text = "the same request is at work: try again in a moment";
@@ -262,12 +262,12 @@ impl<P: Pool, C: Fn(&Parts) -> String> IdempotencyLayer<P, C> {
         let body = self.collect(body).await;
         let Some(doing) = transaction.end() else {
             let text = "the handler still uses the connection of the request";
-            return reply(StatusCode::INTERNAL_SERVER_ERROR, text);
+            return mistake(text, None);
         };
         let Ok(body) = body else {
             doing.roll_back().await;
             let text = "the response is too large to be stored, or incomplete";
-            return reply(StatusCode::INTERNAL_SERVER_ERROR, text);
+            return mistake(text, None);
         };
         let stored = stored::write(&parts, &self.headers, &body);
         let finished: Reply<'_, ()> = doing.finish(stored);

@@ -33,6 +33,19 @@ fn reply<B>(status: StatusCode, text: &'static str) -> Response<Body<B>> {
     response
 }
 
+/// The reply to a request that a mistake in the program or its set-up has made fail. Nobody else
+/// gets the error, so it is logged.
+fn mistake<B>(text: &'static str, error: Option<&Error>) -> Response<Body<B>> {
+    #[cfg(feature = "tracing")]
+    tracing::warn!(
+        error = error.map(|error| error as &(dyn std::error::Error + 'static)),
+        "a layer has replied 500: {text}"
+    );
+    #[cfg(not(feature = "tracing"))]
+    let _ = error;
+    reply(StatusCode::INTERNAL_SERVER_ERROR, text)
+}
+
 /// The reply to a request whose operation has failed: 400 for a key that is not valid, 422 for
 /// another request under the same key, 503 if the database is away, and 500 for everything else.
 fn failed<B>(error: &Error) -> Response<Body<B>> {
@@ -46,7 +59,7 @@ fn failed<B>(error: &Error) -> Response<Body<B>> {
             StatusCode::SERVICE_UNAVAILABLE,
             "the database is away: try again later",
         ),
-        _ => reply(StatusCode::INTERNAL_SERVER_ERROR, "an internal error"),
+        error => mistake("an internal error", Some(error)),
     }
 }
 

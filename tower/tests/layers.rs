@@ -807,3 +807,48 @@ fn the_service_that_was_found_ready_is_the_one_that_is_called() {
         call_twice(limit.layer(OnceReady::default())).await;
     });
 }
+
+/// On the thread of the test, without a socket, so that it sees no event of another test.
+#[cfg(feature = "tracing")]
+#[test]
+fn an_error_that_nobody_else_gets_is_logged() {
+    use tracing::Level;
+    use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+
+    /// The number of warnings with an error.
+    #[derive(Clone, Default)]
+    struct Warnings(Arc<AtomicUsize>);
+
+    impl<S: tracing::Subscriber> Layer<S> for Warnings {
+        fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
+            let mut has_error = false;
+            event.record(
+                &mut |field: &tracing::field::Field, _: &dyn std::fmt::Debug| {
+                    has_error |= field.name() == "error";
+                },
+            );
+            if *event.metadata().level() <= Level::WARN && has_error {
+                self.0.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    }
+
+    let warnings = Warnings::default();
+    let subscriber = tracing_subscriber::registry().with(warnings.clone());
+    let _logs = tracing::subscriber::set_default(subscriber);
+    block_on(async {
+        use tower_service::Service;
+
+        let setup = Setup::new(1);
+        let router = || Router::new().route("/", post(async || "done"));
+        let limit = RateLimitLayer::new((API.clone(), setup.pool.clone()), client);
+        setup.sql("DROP SCHEMA resource_control CASCADE");
+        let routers = [router().layer(setup.layer()), router().layer(limit)];
+        for (number, mut router) in (1..).zip(routers) {
+            let request = request("/", "a", "k", "1").map(Body::new);
+            let response = router.call(request).await.unwrap();
+            assert_eq!(response.status(), StatusCode::INTERNAL_SERVER_ERROR);
+            assert_eq!(warnings.0.load(Ordering::SeqCst), number);
+        }
+    });
+}

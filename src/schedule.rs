@@ -249,6 +249,15 @@ impl<P: Pool> Schedule<P> {
         if self.attempts < 1 {
             return Err(Error::input("a tick must have at least one attempt"));
         }
+        if matches!(
+            self.catch_up,
+            CatchUp::All(0) | CatchUp::Skip(Duration::ZERO)
+        ) {
+            return Err(Error::input(
+                "`catch_up` of a schedule must let a tick run: `All` of at least 1, or `Skip` of \
+                 more than zero",
+            ));
+        }
         if let Some(Retry { times, pause }) = self.retry {
             if times == 0 {
                 return Err(Error::input("`retry` of a schedule must be at least once"));

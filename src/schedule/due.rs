@@ -46,7 +46,8 @@ pub enum CatchUp {
     /// least two seconds, because a look comes a moment after its tick, and after an error a second
     /// later.
     Skip(Duration),
-    /// One run for each of this many latest missed ticks, at most 1,000, the oldest first.
+    /// One run for each of this many latest missed ticks, 1 to 1,000, the oldest first. A larger
+    /// number counts as 1,000.
     All(u32),
 }
 
@@ -173,7 +174,7 @@ impl CatchUp {
         now: DateTime<Utc>,
     ) -> Result<(DateTime<Utc>, u32)> {
         let most = match self {
-            Self::All(max) => (max.max(1) as usize).min(COUNTED),
+            Self::All(max) => (max as usize).min(COUNTED),
             Self::Latest | Self::Skip(_) => 1,
         };
         let (mut due, mut missed, mut tick) = (VecDeque::new(), 0, Some(first));

@@ -782,6 +782,8 @@ fn meaningless_limits_and_an_empty_key_are_bad_input() {
         REPORT.clone().retry(3, Duration::ZERO),
         REPORT.clone().retry(3, Duration::MAX),
         REPORT.clone().longest(HOUR - Duration::from_micros(1)),
+        REPORT.clone().catch_up(CatchUp::All(0)),
+        REPORT.clone().catch_up(CatchUp::Skip(Duration::ZERO)),
     ] {
         let ran = wait(bad.run_due(&pool, hourly, work!(|_tick| panics())));
         assert_matches!(ran, Err(Error::Input(_)));

@@ -41,14 +41,14 @@ pub enum Error {
     )]
     TimedOut,
 
-    /// The operation was polled outside a tokio runtime. It needs one for its timers, and to finish
-    /// after a drop.
+    /// The operation was polled outside a tokio runtime, in one without timers, or in one that has
+    /// ended. It needs a runtime for its timers, and to finish after a drop.
     ///
     /// Pauses that return no `Result`, such as `wait_for_loss` and `drain`, panic there, as tokio's
     /// own timers do.
     #[error(
-        "not inside a tokio runtime: await the operation in a task, or in the `block_on` of a \
-         runtime"
+        "not inside a running tokio runtime with timers: await the operation in a task, or in the \
+         `block_on`, of a runtime that is built with `enable_all`"
     )]
     NoRuntime,
 
@@ -166,7 +166,7 @@ pub enum Error {
     /// The permit or lease had expired before it was released or renewed, so its slot may have had
     /// another holder.
     #[error(
-        "the permit of \"{0}\" had expired, and part of the work may have run at the same time as \
+        "the permit or lease of \"{0}\" had expired, and part of the work may have run at the same time as \
          another holder's"
     )]
     PermitLost(String),

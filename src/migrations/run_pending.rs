@@ -43,8 +43,9 @@ const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v
 #[diagnostic::on_unimplemented(
     message = "migrations do not run on `{Self}`",
     label = "neither a `&mut PgConnection` nor an `AsyncPgConnection`",
-    note = "pass a pooled blocking connection as `&mut *conn`, and an asynchronous connection by \
-         value: `AsyncPgConnection::establish(url).await?`"
+    note = "pass a pooled blocking connection as `&mut *conn`, or as `&mut **conn` if `conn` is a \
+         reference to it, and an asynchronous connection by value: \
+         `AsyncPgConnection::establish(url).await?`"
 )]
 pub trait Target<M>: Sealed {
     /// What [`run_pending`] returns: the versions that it ran, or a future of them.

@@ -28,6 +28,10 @@ use crate::{Body, Pool, Reply, Transaction, failed, mistake, reply, stored};
 /// status of 500 or more, an error of the service, a panic, a client that hangs up, and a response
 /// that is too large.
 ///
+/// After a failed statement PostgreSQL commits nothing of the transaction, so the reply is 500, also
+/// if the handler replies something else. Run a statement that may fail, such as an insert that
+/// meets a unique constraint, in a savepoint: `locked.conn().transaction(…)`.
+///
 /// | the request | the reply |
 /// |---|---|
 /// | a repetition | the stored response |
@@ -36,6 +40,11 @@ use crate::{Body, Pool, Reply, Transaction, failed, mistake, reply, stored};
 /// | a key that is empty, too long or given twice | 400 |
 /// | a body that is too large | 413 |
 /// | the database is away | 503 |
+///
+/// Put authentication and limits outside of this layer: what is inside has its responses stored, a
+/// 401 and a 429, too. Inside a router that axum nests, the path lacks the prefix of that router, so
+/// `/charges` and `/refunds` may look alike: put the layer outside of `nest`, or give each router a
+/// [`Once`] with a name of its own.
 ///
 /// GET, HEAD, OPTIONS and TRACE pass as they are. So does a request without a key, unless it
 /// [is required](Self::required); the handler then finds no `Transaction`.

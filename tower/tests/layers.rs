@@ -11,7 +11,8 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, Request, Response, StatusCode};
 use axum::routing::{get, post};
 use axum::{BoxError, Router};
-use diesel_async::SimpleAsyncConnection;
+use diesel::result::Error as DieselError;
+use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::deadpool::{Once, PgPool, RateLimit, drain};
 use diesel_interlock::{Quota, migrations};
 use diesel_interlock_tower::{IdempotencyLayer, RateLimitLayer, Transaction};
@@ -410,6 +411,27 @@ fn a_statement_that_has_failed_is_not_committed() {
             status(400, "the error is hidden")
         });
         assert_undone(router, &setup, Some(500)).await;
+    });
+}
+
+#[test]
+fn a_statement_that_fails_in_a_savepoint_leaves_the_rest_to_be_committed() {
+    async fn attempts(Extension(work): Extension<Work>) -> StatusCode {
+        let mut locked = work.lock().await.unwrap();
+        locked.conn().batch_execute(INSERT).await.unwrap();
+        let failing = async |conn: &mut AsyncPgConnection| conn.batch_execute("SELECT 1/0").await;
+        let failed = locked.conn().transaction(failing).await;
+        assert!(matches!(failed, Err(DieselError::DatabaseError(..))));
+        StatusCode::CONFLICT
+    }
+    block_on(async {
+        let setup = Setup::new(1);
+        let router = Router::new().route("/", post(attempts));
+        let address = serve(router.layer(setup.layer())).await;
+        for _ in 0..2 {
+            charge(&address, "k", "1").await.is(409, "");
+            assert_eq!(setup.effects_and_responses(), (1, 1));
+        }
     });
 }
 

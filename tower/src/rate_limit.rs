@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use diesel_interlock::rate_limit::{LocalRateLimit, RateLimit};
-use diesel_interlock::{LocalCheck, Result};
+use diesel_interlock::{Error, LocalCheck, Result};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
 use http_body_util::Either;
@@ -64,7 +64,9 @@ impl<L: Limit, K: Fn(&Parts) -> String> RateLimitLayer<L, K> {
         }
     }
 
-    /// Lets requests through while the database is away, uncounted and without fields.
+    /// Lets requests through while the database is away or the pool is exhausted, uncounted and
+    /// without fields. A key that others keep locked is no such case, because a client can keep its
+    /// own key busy.
     #[must_use]
     pub fn let_through_if_away(self) -> Self {
         Self {
@@ -96,6 +98,10 @@ impl<S, L, K> Layer<S> for RateLimitLayer<L, K> {
         let settings = self.clone();
         RateLimited { inner, settings }
     }
+}
+
+fn is_away(error: &Error) -> bool {
+    error.is_unavailable() && !matches!(error, Error::KeyLocked(_))
 }
 
 /// A service behind a [`RateLimitLayer`].
@@ -146,9 +152,7 @@ where
             let request = Request::from_parts(parts, body);
             let (is_allowed, fields) = match settings.shared.0.check(key).await {
                 Ok(checked) => checked,
-                Err(error) if settings.lets_through && error.is_unavailable() => {
-                    (true, HeaderMap::new())
-                }
+                Err(error) if settings.lets_through && is_away(&error) => (true, HeaderMap::new()),
                 Err(error) => return Ok(failed(&error)),
             };
             let mut response = if is_allowed {

@@ -771,6 +771,24 @@ fn during_an_outage_a_request_is_503_or_let_through() {
     });
 }
 
+/// A client can keep its own key busy.
+#[test]
+fn a_key_that_others_keep_locked_is_not_let_through() {
+    block_on(async {
+        let setup = Setup::new(2);
+        let layer = RateLimitLayer::new((API.clone(), setup.pool.clone()), client);
+        let router = Router::new().route("/", post(async || "done"));
+        let address = serve(router.layer(layer.let_through_if_away())).await;
+        charge(&address, "", "").await.is(200, "done");
+        let mut other = setup.database.connect_async().await;
+        let lock = "BEGIN; SELECT FROM resource_control.rate_limit FOR UPDATE";
+        other.batch_execute(lock).await.unwrap();
+        assert_eq!(charge(&address, "", "").await.status.as_u16(), 503);
+        other.batch_execute("ROLLBACK").await.unwrap();
+        charge(&address, "", "").await.is(200, "done");
+    });
+}
+
 /// A service like tower's concurrency limit: only the instance that was found ready may be called,
 /// and a clone is not ready.
 #[derive(Default)]

@@ -380,7 +380,8 @@ impl<P: Pool> Semaphore<P> {
         input::check_duration(
             self.timeout,
             LONGEST,
-            "a timeout must be between a microsecond and 1,000 years",
+            "a timeout must be between a microsecond and 1,000 years, and of a leader or with \
+             `keep_alive` at least 3 seconds",
         )?;
         Ok(service.into())
     }

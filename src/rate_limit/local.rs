@@ -354,3 +354,34 @@ impl<P: Pool> LocalRateLimit<P> {
         self.0.keys().by_name.len()
     }
 }
+
+#[cfg(all(test, feature = "r2d2"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_with_units_or_with_a_chunk_on_its_way_stay_when_others_make_room() {
+        let now = Instant::now();
+        let mut keys = Keys::default();
+        let mut add = |name: &str, until, taking| {
+            let key = Key {
+                until,
+                taking,
+                ..Key::default()
+            };
+            keys.by_name.insert(name.into(), key);
+        };
+        add("has units", Some(now + SECOND), None);
+        add("takes a chunk", None, Some(Arc::default()));
+        for over in 0..KEYS {
+            add(&over.to_string(), Some(now), None);
+        }
+        keys.make_room(now);
+        let mut left: Vec<_> = keys.by_name.into_keys().collect();
+        left.sort();
+        assert_eq!(
+            left,
+            ["has units".into(), "takes a chunk".into()] as [Box<str>; 2]
+        );
+    }
+}

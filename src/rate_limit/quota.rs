@@ -160,6 +160,7 @@ mod tests {
             (3, 60, 3),
             (100, 60, 20),
             (7, 86_400, 1000),
+            (700_000, 1, 5),
             (u32::MAX, 1, 5),
         ] {
             let exact = Quota::new(n, Duration::from_secs(seconds))
@@ -171,6 +172,8 @@ mod tests {
                 let lead = exact.lead(units).unwrap();
                 assert!(exact.remaining(lead) >= units);
                 // Refills are rounded up, so that no call is allowed too early.
+                let refill = u128::try_from(exact.refill(units)).unwrap();
+                assert!(refill * exact.n >= u128::from(units) * exact.period);
                 assert!(
                     exact.remaining(lead + exact.refill(units)) <= burst - units
                         || exact.unit() < 1.0

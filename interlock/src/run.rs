@@ -204,7 +204,6 @@ fn attend(
             Some(Event::Command(Ok(WaitStatus::Stopped(_, signal)))) => job.stopped(signal),
             Some(Event::Command(Err(error))) => return Err(system(error)),
             Some(Event::Signal(signal)) => job.send(signal),
-            Some(Event::Holder(News::Held(_))) => pieces.silence = Duration::ZERO,
             _ if is_lost && kill_at.is_none() => {
                 job.send(Signal::SIGTERM);
                 kill_at = Some(Instant::now() + GRACE);
@@ -244,7 +243,12 @@ impl Pieces {
     fn next(&mut self, events: &Receiver<Event>) -> Result<Option<Event>, Failure> {
         let rest = self.next.saturating_duration_since(Instant::now());
         match events.recv_timeout(rest) {
-            Ok(event) => Ok(Some(event)),
+            Ok(event) => {
+                if matches!(event, Event::Holder(News::Held(_))) {
+                    self.silence = Duration::ZERO;
+                }
+                Ok(Some(event))
+            }
             Err(RecvTimeoutError::Timeout) => {
                 self.silence += PIECE;
                 self.next = Instant::now() + PIECE;
@@ -288,5 +292,21 @@ mod tests {
         pieces.next = Instant::now().checked_sub(2 * SILENCE).unwrap();
         assert!(pieces.next(&events).unwrap().is_none());
         assert!(pieces.silence < SILENCE);
+    }
+
+    #[test]
+    fn silence_ends_when_the_lock_is_confirmed() {
+        let (sender, events) = mpsc::channel();
+        let mut pieces = Pieces::new();
+        pieces.silence = SILENCE;
+        for (event, silence) in [
+            (Event::Signal(Signal::SIGHUP), SILENCE),
+            (Event::Holder(News::Held(None)), Duration::ZERO),
+        ] {
+            sender.send(event).unwrap();
+            // A slow machine may count a piece before it reads the event.
+            while pieces.next(&events).unwrap().is_none() {}
+            assert_eq!(pieces.silence.min(SILENCE), silence);
+        }
     }
 }

@@ -178,7 +178,8 @@ async fn created(Extension(work): Extension<Work>, body: String) -> Response<Bod
 fn a_repetition_gets_the_stored_response_and_has_no_effect() {
     block_on(async {
         let setup = Setup::new(1);
-        let address = serve(Router::new().route("/", post(created)).layer(setup.layer())).await;
+        let router = Router::new().route("/", post(created).put(created));
+        let address = serve(router.layer(setup.layer())).await;
         let first = charge(&address, "k", "4200").await;
         assert_eq!(first.status, StatusCode::CREATED);
         assert_eq!(first.field("set-cookie"), "secret");
@@ -199,11 +200,14 @@ fn a_repetition_gets_the_stored_response_and_has_no_effect() {
         let again = send(&address, absolute).await.unwrap();
         assert_eq!((again.status, &again.body), (first.status, &first.body));
         assert_eq!(setup.effects_and_responses(), (1, 1));
-        // Another request under the same key differs in its body, or in its path.
+        // Another request under the same key differs in its body, its path or its method.
         charge(&address, "k", "9900")
             .await
             .is(422, "the key was used for another request");
         let other = request("/?a", "a", "k", "4200");
+        assert_eq!(send(&address, other).await.unwrap().status.as_u16(), 422);
+        let mut other = request("/", "a", "k", "4200");
+        *other.method_mut() = http::Method::PUT;
         assert_eq!(send(&address, other).await.unwrap().status.as_u16(), 422);
         assert_eq!(setup.effects_and_responses(), (1, 1));
     });
@@ -350,12 +354,18 @@ fn status(status: u16, body: impl Into<Body>) -> Response<Body> {
 fn a_status_of_500_or_more_is_sent_and_rolled_back() {
     block_on(async {
         for code in [500, 503, 599] {
-            let setup = Setup::new(1);
-            let router = failing(
-                &setup,
-                move |_| async move { status(code, "x".repeat(5000)) },
-            );
-            assert_undone(router, &setup, Some(code)).await;
+            // The second body is too large to be stored.
+            for length in [5, 5000] {
+                let (setup, body) = (Setup::new(1), "x".repeat(length));
+                let text = body.clone();
+                let router = failing(&setup, move |_| {
+                    let text = text.clone();
+                    async move { status(code, text) }
+                });
+                let address = serve(router(true)).await;
+                charge(&address, "k", "1").await.is(code, &body);
+                assert_undone(router, &setup, Some(code)).await;
+            }
         }
     });
 }

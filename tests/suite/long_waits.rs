@@ -92,6 +92,10 @@ fn a_wait_for_a_transaction_lock_says_whether_this_process_holds_it() {
     let _ = [OWN, OTHER].map(Log::of);
     let database = Database::new();
     let pool = pool(&database, 3);
+    // This process held the lock before.
+    on_one(&pool, |conn| {
+        wait(LOCK_OF_OTHER.transaction(conn, work!(|_conn| Ok::<_, Error>(())))).unwrap();
+    });
     let holder = foreign_holder(&database, LOCK_OF_OTHER.lock_key());
     let (held, is_held) = mpsc::channel();
     let (ends, end_of_work) = mpsc::channel();

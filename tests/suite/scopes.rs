@@ -1,6 +1,7 @@
 //! `with_on` and `try_with_on`: session locks for the duration of a closure, on a connection of the
 //! caller.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
 use workbench::Database;
@@ -147,6 +148,30 @@ fn a_transaction_that_is_left_open_is_rolled_back_and_reported() {
         });
         assert_eq!(number(observer.conn(), "(SELECT count(*) FROM written)"), 0);
     }
+}
+
+/// The transaction must not outlive the lock.
+#[test]
+fn a_panic_in_a_transaction_ends_the_session() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    on_one(&pool, |conn| {
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let ran: Result<(), Error> = wait(LOCK.with_on(
+                conn,
+                work!(|conn| {
+                    reply!(begin_inside(conn))?;
+                    panic!("in the work")
+                }),
+            ));
+            ran
+        }));
+        assert!(panicked.is_err());
+        assert!(wait(execute(conn, "SELECT 1")).is_err());
+        observer.assert_free(LOCK.lock_key());
+    });
+    wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
 }
 
 #[test]

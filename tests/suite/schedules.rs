@@ -10,7 +10,7 @@ use chrono::{DateTime, TimeDelta, Utc};
 use diesel::PgConnection;
 use diesel::prelude::*;
 use diesel_interlock::testing::make_tick_due;
-use workbench::{RoundTrips, When};
+use workbench::{Database, RoundTrips, When};
 
 use crate::assert_matches;
 use crate::half::schedule::{CatchUp, RunDue};
@@ -275,23 +275,38 @@ fn a_paused_schedule_does_not_take_the_tick_of_a_crashed_run() {
     assert_eq!((ran.unwrap(), attempt.into_inner()), (RunDue::Ran, 2));
 }
 
-/// The pause comes between the look and the claim.
+/// Looks at a schedule of which a tick is due, with work that must not run. Changes the row between
+/// the look and the claim.
+fn claim_after(change: &str, pool: &PgPool, database: &Database) -> Result<RunDue> {
+    due(&REPORT, pool, 1);
+    let other = std::sync::Mutex::new(database.connect());
+    let next = |after| {
+        let change = format!("UPDATE resource_control.schedule SET {change}");
+        run(&mut other.lock().unwrap(), &change);
+        hourly(after)
+    };
+    wait(REPORT.run_due(pool, next, work!(|_tick| panics())))
+}
+
 #[test]
 fn a_claim_of_a_schedule_that_was_paused_meanwhile_takes_nothing() {
     let database = installed();
     let pool = pool(&database, 3);
-    due(&REPORT, &pool, 1);
-    let other = std::sync::Mutex::new(database.connect());
-    let next = |after| {
-        run(
-            &mut other.lock().unwrap(),
-            "UPDATE resource_control.schedule SET paused_at = COALESCE(paused_at, clock_timestamp())",
-        );
-        hourly(after)
-    };
-    let ran = wait(REPORT.run_due(&pool, next, work!(|_tick| panics())));
-    assert_matches!(ran, Ok(RunDue::Later(_)));
+    let pause = "paused_at = COALESCE(paused_at, clock_timestamp())";
+    assert_matches!(claim_after(pause, &pool, &database), Ok(RunDue::Later(_)));
     assert_eq!(look(&REPORT, &pool), RunDue::Paused);
+}
+
+/// A version with another expression has put the tick off.
+#[test]
+fn a_claim_of_a_tick_that_was_put_off_meanwhile_takes_nothing() {
+    let database = installed();
+    let pool = pool(&database, 3);
+    let put_off = "next_at = counted_from + interval '1 day'";
+    assert_matches!(claim_after(put_off, &pool, &database), Ok(RunDue::Later(_)));
+    let is_put_off =
+        "(SELECT tick IS NULL AND next_at > clock_timestamp() FROM resource_control.schedule)";
+    assert!(truth(&mut database.connect(), is_put_off));
 }
 
 #[test]

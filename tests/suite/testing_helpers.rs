@@ -337,4 +337,10 @@ fn a_tick_is_made_due() {
     assert!(wait(make_tick_due(&report, &pool, HOUR)).unwrap());
     assert_eq!(look(), RunDue::Ran);
     assert_matches!(look(), RunDue::Later(_));
+    // The tick that has run is the one from which the next tick is counted, and stays it.
+    let of_row =
+        "(SELECT tick = counted_from AND next_at = tick + '1 hour' FROM resource_control.schedule)";
+    assert!(truth(&mut database.connect(), of_row));
+    assert!(wait(make_tick_due(&report, &pool, HOUR)).unwrap());
+    assert!(truth(&mut database.connect(), of_row));
 }

@@ -78,6 +78,44 @@ fn one_instance_leads_at_a_time_also_in_spawned_tasks() {
     eventually("nobody leads", || number(admin, leads) == 0);
 }
 
+/// The rest lasts half an hour.
+#[test]
+fn an_instance_that_has_led_rests_while_another_one_is_elected() {
+    let database = installed();
+    let (first, second) = (pool(&database, 2), pool(&database, 2));
+    let leader = Leader::named("rests", Duration::from_secs(3600));
+    let (terms, is_elected) = (AtomicU64::new(0), AtomicU64::new(0));
+    block_on(async {
+        let leads = leader.lead(&first, |_| {
+            terms.fetch_add(1, Ordering::SeqCst);
+            std::future::ready(())
+        });
+        let follows = async {
+            while terms.load(Ordering::SeqCst) == 0
+                || leader.current(&second).await.unwrap().is_some()
+            {
+                tokio::task::yield_now().await;
+            }
+            let follows = leader.lead(&second, |_| {
+                is_elected.store(1, Ordering::SeqCst);
+                std::future::pending()
+            });
+            follows.await
+        };
+        let is_over = async {
+            while is_elected.load(Ordering::SeqCst) == 0 && terms.load(Ordering::SeqCst) < 2 {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            ended = leads => panic!("{ended:?}"),
+            ended = follows => panic!("{ended:?}"),
+            () = is_over => {}
+        }
+    });
+    assert_eq!(terms.into_inner(), 1);
+}
+
 #[test]
 fn the_work_of_a_deposed_leader_is_dropped_and_the_instance_is_a_candidate_again() {
     let database = installed();

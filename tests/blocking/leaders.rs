@@ -58,6 +58,30 @@ fn one_instance_leads_at_a_time_and_each_term_has_a_larger_token() {
     assert!(terms.windows(2).all(|two| two[0].1 < two[1].1), "{terms:?}");
 }
 
+/// The rest lasts half an hour. An instance that is elected again ends the election.
+#[test]
+fn an_instance_that_has_led_rests_while_another_one_is_elected() {
+    let database = installed();
+    let (first, second) = (pool(&database, 2), pool(&database, 2));
+    let (leader, terms, stop) = (Leader::named("rests", HOUR), AtomicU64::new(0), Stop::new());
+    let leads = "(SELECT count(*) FROM resource_control.leader)";
+    let admin = &mut database.connect();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            leader.lead(&first, &stop, |_| {
+                if terms.fetch_add(1, Ordering::SeqCst) > 0 {
+                    stop.stop();
+                }
+            })
+        });
+        eventually("the first instance has led", || {
+            terms.load(Ordering::SeqCst) > 0 && number(admin, leads) == 0
+        });
+        leader.lead(&second, &stop, |_| stop.stop()).unwrap();
+    });
+    assert_eq!(terms.into_inner(), 1);
+}
+
 #[test]
 fn a_stop_resigns_though_the_sessions_of_the_pool_have_ended() {
     const LONG: Leader = Leader::named("long", Duration::from_secs(3600));

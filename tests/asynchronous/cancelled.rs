@@ -141,6 +141,38 @@ fn several_locks_that_are_dropped_behind_a_running_statement_are_drained_once_th
     });
 }
 
+/// The release goes on in the background until the row is free.
+#[test]
+fn a_release_whose_future_is_dropped_is_drained_once_the_slot_is_free() {
+    let test = "a_release_whose_future_is_dropped_is_drained_once_the_slot_is_free";
+    alone(&format!("asynchronous::cancelled::{test}"), || {
+        let database = installed();
+        let pool = make_pool(&database.url(), 1, Duration::from_secs(20));
+        let slot = Semaphore::named("drained", 1, Duration::from_secs(3600));
+        let (mut observer, admin) = (Observer::of(&database), &mut database.connect());
+        workbench::block_on(async {
+            let permit = slot.acquire(&pool).await.unwrap();
+            run(
+                admin,
+                "BEGIN; SELECT FROM resource_control.service_request FOR UPDATE",
+            );
+            let is_waiting = async {
+                while observer.all_waiting() == 0 {
+                    tokio::task::yield_now().await;
+                }
+            };
+            tokio::select! {
+                released = permit.release() => panic!("{released:?}"),
+                () = is_waiting => {}
+            }
+        });
+        assert!(!wait(drain(Duration::from_millis(20))));
+        run(admin, "ROLLBACK");
+        assert!(wait(drain(Duration::from_secs(60))));
+        assert_eq!(number(admin, IN_FLIGHT), 0);
+    });
+}
+
 #[test]
 fn dropped_waits_for_a_transaction_lock_end_on_the_server() {
     let database = Database::new();

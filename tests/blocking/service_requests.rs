@@ -12,7 +12,7 @@ use diesel::sql_types::BigInt;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{Observer, eventually, installed, number, run, text, truth};
+use crate::support::{Observer, Role, eventually, installed, number, run, text, truth};
 
 const FOUR: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
 
@@ -234,6 +234,47 @@ fn a_lowered_number_of_slots_holds_at_once() {
     run(open, "COMMIT");
     assert_eq!(claim(conn, 3), 0);
     assert_eq!(in_flight(conn), 3);
+}
+
+/// A policy holds the claim up in its first look at the requests.
+#[test]
+fn a_claim_after_a_lowered_number_counts_requests_that_came_after_its_first_look() {
+    let database = installed();
+    let conn = &mut database.connect();
+    let role = Role::new(&database);
+    run(
+        conn,
+        &format!(
+            "GRANT USAGE ON SCHEMA resource_control TO {name};
+             GRANT ALL ON ALL TABLES IN SCHEMA resource_control TO {name};
+             GRANT ALL ON ALL SEQUENCES IN SCHEMA resource_control TO {name};
+             CREATE FUNCTION gate() RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN
+                PERFORM pg_advisory_xact_lock_shared(1);
+                RETURN true; END $$;
+             CREATE POLICY gate ON resource_control.service_request USING (gate());
+             ALTER TABLE resource_control.service_request ENABLE ROW LEVEL SECURITY;
+             INSERT INTO resource_control.service_request (service, slot)
+                VALUES ('geocoder', 0), ('geocoder', 3)",
+            name = role.name()
+        ),
+    );
+    let mut observer = Observer::of(&database);
+    let claimed = std::thread::scope(|scope| {
+        let mut holder = database.connect();
+        run(&mut holder, "SELECT pg_advisory_lock(1)");
+        let claiming = scope.spawn(|| claim(&mut role.connect(), 3));
+        eventually("the claim looks", || observer.all_waiting() == 1);
+        run(
+            conn,
+            "INSERT INTO resource_control.service_request (service, slot) VALUES ('geocoder', 1)",
+        );
+        drop(holder);
+        claiming.join().unwrap()
+    });
+    assert_eq!((claimed, in_flight(conn)), (0, 3));
+    let ended = "UPDATE resource_control.service_request SET completed_at = now() WHERE slot = 0";
+    run(conn, ended);
+    assert!(claim(&mut role.connect(), 3) > 0);
 }
 
 #[test]

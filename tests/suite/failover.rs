@@ -1,18 +1,21 @@
 //! During and after a failover: tokens grow, the pool leaves a server that refuses to write, and
 //! claims wait for their commit.
 
+use std::sync::Mutex;
+use std::thread;
 use std::time::Duration;
 
+use diesel::PgConnection;
 use diesel_interlock::schedule::every;
 use workbench::{Cluster, Database, StopMode};
 
 use crate::assert_matches;
 use crate::half::{
-    Admission, AdvisoryLock, Attempt, Check, Conn, Done, Error, Once, PgPool, Quota, RateLimit,
-    Schedule, Semaphore, Throttle, begin, end, execute, make_pool, migrations, on_all, on_first,
-    on_one, wait,
+    Admission, AdvisoryLock, Attempt, Check, Conn, Done, Error, Fence, Once, PgPool, Quota,
+    RateLimit, Schedule, Semaphore, Throttle, begin, end, execute, make_pool, migrations, on_all,
+    on_first, on_one, wait,
 };
-use crate::support::{eventually, installed, number, run, text};
+use crate::support::{Observer, eventually, installed, number, run, text};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("failover");
 static SLOT: Semaphore = Semaphore::named("failover", 1, Duration::from_secs(60));
@@ -37,7 +40,7 @@ fn tokens(pool: &PgPool) -> [i64; 3] {
 
 /// The token of the next run of the schedule.
 fn token_of_run(pool: &PgPool) -> i64 {
-    let token = std::sync::Mutex::new(0);
+    let token = Mutex::new(0);
     eventually("the schedule has run a tick", || {
         let next = every(Duration::from_millis(1));
         let looked = wait(SCHEDULE.run_due(pool, next, crate::work_of_tick!(token)));
@@ -89,6 +92,38 @@ fn wait_for(primary: &Cluster, standby: &Cluster) {
     });
 }
 
+/// After a promotion, each session that has drawn a number below the floor raises the sequence. A
+/// slower session must not set it back.
+#[test]
+fn sessions_that_raise_a_sequence_at_the_same_time_draw_different_tokens() {
+    const FLOOR: i64 = 1 << 40;
+    // The crate's own lock, under which a sequence is raised.
+    const RAISING: &str = "20000101000009";
+    let database = installed();
+    // What a session of the database reads once after a promotion.
+    let floor = format!(
+        "ALTER DATABASE {} SET diesel_interlock.token_floor = '{FLOOR}'",
+        database.name()
+    );
+    run(&mut database.connect(), &floor);
+    let pool = make_pool(&database.url(), 2, PATIENCE);
+    let mut observer = Observer::of(&database);
+    let draw = |key| {
+        let mut guard = wait(LOCK.key(key).acquire(&pool)).unwrap();
+        wait(guard.fencing_token()).unwrap()
+    };
+    let drawn = thread::scope(|scope| {
+        let mut holder = database.connect();
+        run(&mut holder, &format!("SELECT pg_advisory_lock({RAISING})"));
+        let both = [1, 2].map(|key| scope.spawn(move || draw(key)));
+        eventually("both raise the sequence", || observer.all_waiting() == 2);
+        drop(holder);
+        both.map(|drawing| drawing.join().unwrap())
+    });
+    assert!(drawn.iter().all(|token| *token > FLOOR), "{drawn:?}");
+    assert_ne!(drawn[0], drawn[1]);
+}
+
 /// A claim sets `enable_seqscan = off`. A sequential scan would then have a cost at which
 /// PostgreSQL compiles the statement by JIT, for most of a second at each claim:
 /// <https://www.mail-archive.com/pgsql-hackers@lists.postgresql.org/msg20716.html>.
@@ -117,7 +152,7 @@ fn on_a_restored_server_tokens_go_on_after_those_of_the_server_before() {
          SELECT setval('resource_control.fencing_token', (1000000::bigint << 40) + 7),
              setval('resource_control.service_request_id_seq', (1000000::bigint << 40) + 7)",
     );
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| wait(migrations::install(&pool)).unwrap());
         }
@@ -141,7 +176,7 @@ fn the_pool_leaves_a_server_that_refuses_to_write() {
     let pool = make_pool(&cluster.url("postgres"), 2, PATIENCE);
     wait(migrations::install(&pool)).unwrap();
     let conn = &mut cluster.endpoint("postgres").connect();
-    let refuse = |conn: &mut diesel::PgConnection, value: &str| {
+    let refuse = |conn: &mut PgConnection, value: &str| {
         run(
             conn,
             &format!("ALTER SYSTEM SET default_transaction_read_only = {value}"),
@@ -183,7 +218,7 @@ const ELSEWHERE: &str =
 /// Asserts that the pool closes the connection after `elsewhere` has used it, instead of lending it
 /// again.
 #[track_caller]
-fn leaves(pool: &PgPool, observer: &mut diesel::PgConnection, elsewhere: impl FnOnce(&mut Conn)) {
+fn leaves(pool: &PgPool, observer: &mut PgConnection, elsewhere: impl FnOnce(&mut Conn)) {
     on_one(pool, |conn| {
         wait(execute(conn, "SET application_name = 'elsewhere'")).unwrap();
         elsewhere(conn);
@@ -348,5 +383,101 @@ fn claims_wait_for_their_commit_whatever_the_role_has_set() {
             wait(execute(conn, &is_kept)).unwrap();
             wait(execute(conn, "ROLLBACK")).unwrap();
         });
+    }
+}
+
+/// Runs `takes`, and lets each of its commits go on that waits for a synchronous standby. Returns
+/// whether one has waited.
+fn waits_for_standby(conn: &mut PgConnection, takes: impl FnOnce() + Send) -> bool {
+    // A session may wait with its next statement, too.
+    const WAITS: &str = "(SELECT COALESCE(max(concat_ws(' ', pid, query_start)), '')
+        FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND backend_type = 'client backend')";
+    thread::scope(|scope| {
+        let taking = scope.spawn(takes);
+        let mut has_waited = false;
+        while !taking.is_finished() {
+            let waits = text(conn, WAITS);
+            if let Some((pid, _)) = waits.split_once(' ') {
+                has_waited = true;
+                run(conn, &format!("SELECT pg_cancel_backend({pid})"));
+                eventually("the commit goes on", || text(conn, WAITS) != waits);
+            }
+        }
+        taking.join().unwrap();
+        has_waited
+    })
+}
+
+/// The only synchronous standby does not exist.
+#[test]
+fn what_takes_something_waits_for_the_standby_whatever_the_role_has_set() {
+    static ONCE: Once = Once::named("failover");
+    static FENCE: Fence = Fence::named("failover");
+    let cluster = Cluster::start();
+    let endpoint = cluster.endpoint("postgres");
+    let conn = &mut endpoint.connect();
+    let url = endpoint.url_with("options", "-c synchronous_commit=off");
+    let pool = make_pool(&url, 2, PATIENCE);
+    wait(migrations::install(&pool)).unwrap();
+    // A sequence logs numbers ahead, so the next token is no reason to wait.
+    let _ = tokens(&pool);
+    run(
+        conn,
+        "ALTER SYSTEM SET synchronous_standby_names = 'nobody'",
+    );
+    run(conn, "SELECT pg_reload_conf()");
+    let permit = Mutex::new(None);
+    let durable = LIMIT.clone().durable();
+    let done = |key| {
+        on_one(&pool, |conn| {
+            let done: Result<_, Error> = wait(ONCE.key(key).run(conn, work!(|_conn| Ok("done"))));
+            assert_matches!(done, Ok(Done::First(_)));
+        });
+    };
+    eventually("the server waits for a standby", || {
+        waits_for_standby(conn, || drop(wait(THROTTLE.attempt(&pool)).unwrap()))
+    });
+    let operations: [(&str, bool, &(dyn Fn() + Sync)); 11] = [
+        ("token", true, &|| {
+            let mut guard = wait(LOCK.acquire(&pool)).unwrap();
+            wait(guard.fencing_token()).unwrap();
+            wait(guard.release()).unwrap();
+        }),
+        ("claim", true, &|| {
+            *permit.lock().unwrap() = wait(SLOT.try_acquire(&pool)).unwrap().admitted();
+        }),
+        ("renewal", true, &|| {
+            wait(permit.lock().unwrap().as_ref().unwrap().renew()).unwrap();
+        }),
+        ("completion", false, &|| {
+            wait(permit.lock().unwrap().take().unwrap().release()).unwrap();
+        }),
+        ("throttle", true, &|| {
+            assert!(wait(THROTTLE.attempt(&pool)).unwrap().is_granted());
+        }),
+        ("first grant of a throttle", true, &|| {
+            assert!(wait(THROTTLE.key(1).attempt(&pool)).unwrap().is_granted());
+        }),
+        ("rate limit", false, &|| {
+            assert!(wait(LIMIT.check(&pool)).unwrap().is_allowed());
+        }),
+        ("several rate limits", true, &|| {
+            let check = wait(RateLimit::check_all(&[&LIMIT.key(1), &durable], &pool));
+            assert!(check.unwrap().is_allowed());
+        }),
+        ("once", true, &|| done(1)),
+        ("fence", true, &|| {
+            on_one(&pool, |conn| {
+                let passed: Result<(), Error> =
+                    wait(LOCK.transaction(conn, work!(|conn| reply!(FENCE.pass(conn, 1)))));
+                passed.unwrap();
+            });
+        }),
+        ("run", true, &|| {
+            token_of_run(&pool);
+        }),
+    ];
+    for (operation, expected, takes) in operations {
+        assert_eq!(waits_for_standby(conn, takes), expected, "{operation}");
     }
 }

@@ -128,16 +128,20 @@ fn a_slot_that_is_free_in_one_database_waits_for_nobody_in_another() {
     });
 }
 
-/// The waiters sleep for an hour unless a reset wakes them.
+/// The waiters sleep for an hour unless a reset or a refund wakes them.
 #[test]
-fn a_reset_wakes_the_waiter_of_its_own_database() {
+fn a_reset_or_a_refund_wakes_the_waiter_of_its_own_database() {
     let databases = [installed(), installed()];
     let pools = databases.each_ref().map(|database| open_pool(database, 1));
-    for pool in &pools {
+    let spent = pools.each_ref().map(|pool| {
         // The units of the second database are available although those of the first are used up.
         let check = wait(LIMIT.acquire_timeout(pool, MINUTE)).unwrap();
-        assert!(check.is_allowed());
-    }
+        check.allowed().expect("the units are available")
+    });
+    let [reset, refund]: [&dyn Fn() -> Result<bool>; 2] =
+        [&|| wait(LIMIT.reset(&pools[0])), &|| {
+            wait(LIMIT.refund(&pools[1], &spent[1], 1))
+        }];
     thread::scope(|scope| {
         let waiters: Vec<_> = databases
             .iter()
@@ -148,7 +152,7 @@ fn a_reset_wakes_the_waiter_of_its_own_database() {
                 (proxy, waiter)
             })
             .collect();
-        for (pool, (proxy, waiter)) in pools.iter().zip(waiters).rev() {
+        for (gives_back, (proxy, waiter)) in [reset, refund].into_iter().zip(waiters).rev() {
             let mut before = 0;
             eventually("the waiter sleeps", || {
                 let asked = std::mem::replace(&mut before, proxy.round_trips());
@@ -156,7 +160,7 @@ fn a_reset_wakes_the_waiter_of_its_own_database() {
                 asked > 0 && asked == proxy.round_trips()
             });
             assert!(!waiter.is_finished());
-            assert!(wait(LIMIT.reset(pool)).unwrap());
+            assert!(gives_back().unwrap());
             assert!(waiter.join().unwrap().unwrap().is_allowed());
         }
     });

@@ -431,6 +431,38 @@ fn several_limits_are_spent_together_or_not_at_all() {
     assert_eq!(wait(c.peek(&pool)).unwrap().remaining, 1);
 }
 
+/// A trigger notes with which `synchronous_commit` each transaction commits.
+#[test]
+fn several_limits_commit_durably_if_one_of_them_is_durable() {
+    let database = installed();
+    let (pool, conn) = (pool(&database, 1), &mut database.connect());
+    run(
+        conn,
+        "CREATE TABLE noted (setting text);
+         CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            INSERT INTO public.noted VALUES (current_setting('synchronous_commit'));
+            RETURN NULL; END $$;
+         CREATE CONSTRAINT TRIGGER note AFTER UPDATE ON resource_control.rate_limit
+            DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION note()",
+    );
+    let (a, b) = (&SLOW.key("a"), &SLOW.key("b"));
+    let (durable_a, durable_b) = (&a.clone().durable(), &b.clone().durable());
+    for (limits, expected) in [
+        (&[a, b][..], "off"),
+        (&[durable_a, b], "on"),
+        (&[a, durable_b], "on"),
+        (&[a, durable_a], "on"),
+        (&[durable_a, a], "on"),
+    ] {
+        run(conn, "DELETE FROM resource_control.rate_limit");
+        let check = wait(RateLimit::check_all(limits, &pool)).unwrap();
+        assert!(check.is_allowed());
+        let noted = "(SELECT string_agg(DISTINCT setting, ' ') FROM noted)";
+        assert_eq!(text(conn, noted), expected, "{limits:?}");
+        run(conn, "DELETE FROM noted");
+    }
+}
+
 #[test]
 fn callers_of_the_same_limits_in_another_order_do_not_deadlock() {
     let database = installed();
@@ -648,6 +680,9 @@ fn a_key_is_reset_and_full_keys_are_pruned() {
     );
     assert!(wait(SLOW.reset(&pool)).unwrap());
     assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 5);
+    assert!(is_allowed(&SLOW, &pool));
+    rewind(&database, 61);
+    assert!(!wait(SLOW.reset(&pool)).unwrap(), "the key was full");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use workbench::{Database, RoundTrips, When};
 use crate::assert_matches;
 use crate::half::schedule::{CatchUp, RunDue};
 use crate::half::*;
-use crate::support::{LEASE, eventually, hourly, installed, number, run, text, truth};
+use crate::support::{LEASE, Observer, eventually, hourly, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(HOUR, 3);
@@ -273,6 +273,56 @@ fn a_paused_schedule_does_not_take_the_tick_of_a_crashed_run() {
         }),
     ));
     assert_eq!((ran.unwrap(), attempt.into_inner()), (RunDue::Ran, 2));
+}
+
+/// Nothing renews the lease of a run that has panicked.
+#[test]
+fn a_tick_whose_run_has_panicked_runs_again_when_its_lease_has_ended() {
+    let database = installed();
+    let (pool, conn) = (pool(&database, 2), &mut database.connect());
+    let schedule = Schedule::named("panics").after_crash(Duration::from_millis(300), 1000);
+    due(&schedule, &pool, 1);
+    // On a slow machine the lease may end before the work begins.
+    eventually("the work panics", || {
+        let ran = || wait(schedule.run_due(&pool, hourly, work!(|_tick| panics())));
+        catch_unwind(AssertUnwindSafe(ran)).is_err()
+    });
+    eventually("the tick runs again", || {
+        let again = wait(schedule.run_due(&pool, hourly, work!(|_tick| Ok::<_, Error>(()))));
+        matches!(again, Ok(RunDue::Ran))
+    });
+    assert!(number(conn, "(SELECT attempt FROM resource_control.schedule)") > 1);
+}
+
+/// The work locks the table, so that each statement that stores the end of the run fails.
+#[test]
+fn an_end_that_cannot_be_stored_at_first_is_stored_later() {
+    let database = installed();
+    let url = database.url_with("options", "-c lock_timeout=20ms");
+    let pool = make_pool(&url, 2, Duration::from_secs(20));
+    due(&REPORT, &pool, 1);
+    let mut observer = Observer::of(&database);
+    std::thread::scope(|scope| {
+        // A failure drops it, which unlocks the table.
+        let other = std::sync::Arc::new(std::sync::Mutex::new(database.connect()));
+        let locking = other.clone();
+        let (pool, lock) = (&pool, "BEGIN; LOCK TABLE resource_control.schedule");
+        let running = scope.spawn(move || {
+            wait(REPORT.run_due(
+                pool,
+                hourly,
+                work!(|_tick| {
+                    run(&mut locking.lock().unwrap(), lock);
+                    Ok::<_, Error>(())
+                }),
+            ))
+        });
+        eventually("the end waits for the lock", || observer.all_waiting() == 1);
+        eventually("the end has failed", || observer.all_waiting() == 0);
+        run(&mut other.lock().unwrap(), "ROLLBACK");
+        assert_matches!(running.join().unwrap(), Ok(RunDue::Ran));
+    });
+    assert_eq!(text(observer.conn(), STATE), "done");
 }
 
 /// Looks at a schedule of which a tick is due, with work that must not run. Changes the row between

@@ -11,7 +11,7 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, hourly, installed, number, run, truth};
+use crate::support::{eventually, hourly, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -182,18 +182,19 @@ fn databases_that_a_killed_test_has_left_are_dropped_after_an_hour() {
     let server = Database::new();
     let template = Template::of(&server);
     let conn = &mut server.connect();
-    let names = [
-        "interlock_copy_1000000000_0123456789abcdef",
-        "interlock_copy_9999999999_0123456789abcdef",
-    ];
-    for name in names {
+    let recent = text(conn, "(extract(epoch FROM now())::bigint - 600)");
+    let names = ["1000000000", &recent, "9999999999"]
+        .map(|made_at| format!("interlock_copy_{made_at}_0123456789abcdef"));
+    for name in &names {
         run(conn, &format!("DROP DATABASE IF EXISTS {name}"));
         run(conn, &format!("CREATE DATABASE {name}"));
     }
     let maintenance = pool(&server, 1);
     let _copy = copy_of(&server, &maintenance, &template.1);
-    assert_eq!(names.map(|name| count(conn, name)), [0, 1]);
-    run(conn, &format!("DROP DATABASE {}", names[1]));
+    assert_eq!(names.each_ref().map(|name| count(conn, name)), [0, 1, 1]);
+    for name in &names[1..] {
+        run(conn, &format!("DROP DATABASE {name}"));
+    }
 }
 
 #[test]

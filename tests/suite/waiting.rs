@@ -136,6 +136,17 @@ fn an_exhausted_pool_fails_a_wait_with_a_timeout() {
     wait(patiently(|| wait(LOCK.acquire(&pool))).release()).unwrap();
 }
 
+/// The pool itself would wait for an hour.
+#[test]
+fn the_deadline_of_a_wait_is_shorter_than_the_patience_of_its_pool() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 1, Duration::from_secs(3600));
+    let guard = wait(AdvisoryLock::named("another").acquire(&pool)).unwrap();
+    let waited = wait(LOCK.acquire_timeout(&pool, Duration::from_millis(100)));
+    assert_matches!(waited, Err(Error::Pool(_) | Error::TimedOut));
+    wait(guard.release()).unwrap();
+}
+
 #[test]
 fn the_holder_may_create_an_index_concurrently() {
     let database = Database::new();

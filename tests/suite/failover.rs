@@ -11,7 +11,7 @@ use workbench::{Cluster, Database, StopMode};
 
 use crate::assert_matches;
 use crate::half::{
-    Admission, AdvisoryLock, Attempt, Check, Conn, Done, Error, Fence, Once, PgPool, Quota,
+    Admission, AdvisoryLock, Attempt, Begun, Check, Conn, Done, Error, Fence, Once, PgPool, Quota,
     RateLimit, Schedule, Semaphore, Throttle, begin, end, execute, make_pool, migrations, on_all,
     on_first, on_one, wait,
 };
@@ -411,7 +411,6 @@ fn waits_for_standby(conn: &mut PgConnection, takes: impl FnOnce() + Send) -> bo
 /// The only synchronous standby does not exist.
 #[test]
 fn what_takes_something_waits_for_the_standby_whatever_the_role_has_set() {
-    static ONCE: Once = Once::named("failover");
     static FENCE: Fence = Fence::named("failover");
     let cluster = Cluster::start();
     let endpoint = cluster.endpoint("postgres");
@@ -480,4 +479,71 @@ fn what_takes_something_waits_for_the_standby_whatever_the_role_has_set() {
     for (operation, expected, takes) in operations {
         assert_eq!(waits_for_standby(conn, takes), expected, "{operation}");
     }
+}
+
+/// The only session of the pool may not write, so the operation is tried once more, on a new one.
+#[test]
+fn what_a_session_refuses_that_may_not_write_is_done_on_another() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, PATIENCE);
+    let several = AdvisoryLock::all([&LOCK.key(1), &LOCK.key(2)]);
+    let operations: [(&str, &dyn Fn() -> bool); 8] = [
+        ("lock", &|| {
+            wait(LOCK.try_acquire(&pool)).unwrap().is_acquired()
+        }),
+        ("several locks", &|| {
+            wait(several.try_acquire(&pool)).unwrap().is_acquired()
+        }),
+        ("claim", &|| {
+            wait(SLOT.try_acquire(&pool)).unwrap().is_admitted()
+        }),
+        ("throttle", &|| {
+            wait(THROTTLE.attempt(&pool)).unwrap().is_granted()
+        }),
+        ("rate limit", &|| {
+            wait(LIMIT.check(&pool)).unwrap().is_allowed()
+        }),
+        ("several rate limits", &|| {
+            wait(RateLimit::check_all(&[&LIMIT], &pool))
+                .unwrap()
+                .is_allowed()
+        }),
+        ("pause", &|| wait(SCHEDULE.pause(&pool)).unwrap()),
+        ("begin", &|| {
+            matches!(wait(ONCE.key(1).begin(&pool)).unwrap(), Begun::First(_))
+        }),
+    ];
+    for (operation, is_done) in operations {
+        wait(on_first(&pool, "SET default_transaction_read_only = on")).unwrap();
+        assert!(is_done(), "{operation}");
+    }
+}
+
+/// A deferred trigger refuses each commit.
+#[test]
+fn what_cannot_be_committed_is_an_error() {
+    let database = installed();
+    let (pool, conn) = (
+        make_pool(&database.url(), 1, PATIENCE),
+        &mut database.connect(),
+    );
+    run(
+        conn,
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            RAISE 'this commit is refused'; END $$",
+    );
+    for table in ["throttle", "service_request", "rate_limit", "schedule"] {
+        run(
+            conn,
+            &format!(
+                "CREATE CONSTRAINT TRIGGER refuse AFTER INSERT OR UPDATE
+                    ON resource_control.{table}
+                    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION refuse()"
+            ),
+        );
+    }
+    assert_matches!(wait(THROTTLE.attempt(&pool)), Err(Error::Database(_)));
+    assert_matches!(wait(SLOT.try_acquire(&pool)), Err(Error::Database(_)));
+    assert_matches!(wait(LIMIT.check(&pool)), Err(Error::Database(_)));
+    assert_matches!(wait(SCHEDULE.pause(&pool)), Err(Error::Database(_)));
 }

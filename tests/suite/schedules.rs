@@ -395,6 +395,30 @@ fn ticks_missed_in_a_pause_are_caught_up_with_as_the_schedule_says() {
 }
 
 #[test]
+fn a_loop_that_has_found_its_schedule_paused_runs_it_after_a_resume() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let (has_looked, has_run) = (AtomicU64::new(0), AtomicU64::new(0));
+    let next = |after| {
+        has_looked.store(1, Ordering::SeqCst);
+        Some(after + TimeDelta::milliseconds(1))
+    };
+    let work = |_attempt| {
+        has_run.store(1, Ordering::SeqCst);
+        false
+    };
+    assert!(wait(REPORT.pause(&pool)).unwrap());
+    while_it_runs(&REPORT, &pool, &next, &work, || {
+        // The look has read the row before.
+        eventually("the loop has looked", || {
+            has_looked.load(Ordering::SeqCst) > 0
+        });
+        assert!(wait(REPORT.resume(&pool)).unwrap());
+        eventually("a tick has run", || has_run.load(Ordering::SeqCst) > 0);
+    });
+}
+
+#[test]
 fn the_model_of_the_view_has_the_time_since_when_a_schedule_is_paused() {
     use crate::half::monitor::ScheduleState;
     let database = installed();

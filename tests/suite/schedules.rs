@@ -280,8 +280,8 @@ fn a_paused_schedule_does_not_take_the_tick_of_a_crashed_run() {
 fn a_tick_whose_run_has_panicked_runs_again_when_its_lease_has_ended() {
     let database = installed();
     let (pool, conn) = (pool(&database, 2), &mut database.connect());
-    let schedule = Schedule::named("panics").after_crash(Duration::from_millis(300), 1000);
-    due(&schedule, &pool, 1);
+    let schedule = REPORT.clone().after_crash(Duration::from_millis(300), 1000);
+    due(&REPORT, &pool, 1);
     // On a slow machine the lease may end before the work begins.
     eventually("the work panics", || {
         let ran = || wait(schedule.run_due(&pool, hourly, work!(|_tick| panics())));

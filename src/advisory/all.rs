@@ -106,17 +106,6 @@ pub(crate) struct Busy {
 }
 
 impl Busy {
-    /// Converts a place in the order of [`Locks::take_others`], where the held lock comes first, to
-    /// a place in [`Locks`].
-    pub(super) const fn beside(self, held: Self) -> Self {
-        let place = match self.place {
-            0 => held.place,
-            place if place <= held.place => place - 1,
-            place => place,
-        };
-        Self { place, ..self }
-    }
-
     /// Reads the reply to a try: the pid of the session, which now holds all locks, or the refusal.
     pub(super) fn read(tried: &Tried) -> Result<Result<i32, Self>> {
         match tried.outcome.as_str() {

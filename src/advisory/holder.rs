@@ -167,7 +167,7 @@ impl<C: Owner> Holder<C> {
         let Some(slice) = turns.slice().filter(|_| may_wait()) else {
             return Ok(false);
         };
-        Ok(self.wait(busy, slice, turns).await?.is_ok())
+        self.wait(busy, slice, turns).await
     }
 
     /// Warns that a lock was busy for long, and says which session holds it.
@@ -211,17 +211,13 @@ impl<C: Owner> Holder<C> {
                 self.conn().mark_broken();
             }
         })?;
-        self.held().take(taken);
+        self.held().take(taken.ok());
         Ok((taken, sent))
     }
 
-    /// Waits on the server for the lock that was busy, and takes the others if they are free.
-    async fn wait(
-        &mut self,
-        busy: Busy,
-        limit: Duration,
-        turns: &mut Turns,
-    ) -> Result<Result<i32, Busy>> {
+    /// Waits on the server for the lock that was busy, and takes the others if they are free. Returns
+    /// whether all are held then.
+    async fn wait(&mut self, busy: Busy, limit: Duration, turns: &mut Turns) -> Result<bool> {
         let locks = self.locks();
         self.held().holds = Holds::Unsure(None);
         let granted: Option<i32> = match self.conn().batch(&locks.get(busy).wait(limit)).await {
@@ -241,12 +237,12 @@ impl<C: Owner> Holder<C> {
         let taken = match granted {
             Some(_) if locks.len() > 1 => {
                 let others = self.conn().one(&locks.take_others(busy)).await?;
-                Busy::read(&others)?.map_err(|other| other.beside(busy))
+                Busy::read(&others)?.ok()
             }
-            pid => pid.ok_or(busy),
+            pid => pid,
         };
         self.held().take(taken);
-        Ok(taken)
+        Ok(taken.is_some())
     }
 
     /// Releases the locks. Unless the server confirms the release, the drop ends the session.
@@ -406,9 +402,9 @@ fn only_the_drop() -> ! {
 }
 
 impl Held {
-    fn take(&mut self, taken: Result<i32, Busy>) {
-        self.holds = taken.map_or(Holds::Nothing, Holds::Held);
-        self.released = taken.ok().map(|_| WakesWaiters(self.locks.clone()));
+    fn take(&mut self, pid: Option<i32>) {
+        self.holds = pid.map_or(Holds::Nothing, Holds::Held);
+        self.released = pid.map(|_| WakesWaiters(self.locks.clone()));
     }
 
     /// The drop wakes others, too, who may have been refused because of a try.

@@ -57,8 +57,13 @@ impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Warnings {
 
 #[test]
 fn install_warns_of_a_pool_on_which_session_locks_do_not_exclude() {
+    use tracing::subscriber::{NoSubscriber, set_global_default, with_default};
     use tracing_subscriber::layer::SubscriberExt;
 
+    // As long as there is only one subscriber, tracing asks only the thread that reaches a call site
+    // first, and caches for all threads that nobody listens:
+    // <https://github.com/tokio-rs/tracing/issues/3611>.
+    set_global_default(NoSubscriber::new()).unwrap();
     for (mode, expected) in [(PoolMode::Transaction, 1), (PoolMode::Session, 0)] {
         let database = Database::new();
         let pooler = PgBouncer::in_front_of(&database, mode, 4);
@@ -66,8 +71,7 @@ fn install_warns_of_a_pool_on_which_session_locks_do_not_exclude() {
         drop([(); 2].map(|()| pool.get().unwrap()));
         let warnings = Arc::new(AtomicUsize::new(0));
         let subscriber = tracing_subscriber::registry().with(Warnings(warnings.clone()));
-        let installed =
-            tracing::subscriber::with_default(subscriber, || migrations::install(&pool));
+        let installed = with_default(subscriber, || migrations::install(&pool));
         assert_eq!(
             (installed.unwrap(), warnings.load(Ordering::SeqCst)),
             ((), expected)

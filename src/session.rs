@@ -149,8 +149,7 @@ pub(crate) async fn has_ended<S: Session>(session: &mut S, error: &DieselError) 
 pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
     const IS_MISSING: &str = "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL AS is_missing";
     if is_read_only(&error) {
-        session.mark_broken();
-        return Error::Standby;
+        return leave(session).await;
     }
     if !is_unknown(&error) {
         return error.into();
@@ -167,13 +166,21 @@ pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> 
 /// As [`explain`], for a statement that needs no table.
 pub(crate) async fn classify<S: Session>(session: &mut S, error: DieselError) -> Error {
     if is_read_only(&error) {
-        session.mark_broken();
-        Error::Standby
+        leave(session).await
     } else if has_ended(session, &error).await {
         as_closed(error)
     } else {
         error.into()
     }
+}
+
+/// Leaves a server that refuses to write. Waits for its next reply, because tokio-postgres returns
+/// an error before the server has freed the locks of the transaction, and a try on another session
+/// of that server would find them taken.
+async fn leave<S: Session>(session: &mut S) -> Error {
+    session.is_alive().await;
+    session.mark_broken();
+    Error::Standby
 }
 
 /// Whether the server refuses to write: the primary is elsewhere.

@@ -112,12 +112,12 @@ fn report(pool: &PgPool) {
 ///
 /// # Errors
 ///
-/// Session locks fail with [`Error::Input`] for an invalid name or key, [`Error::Pool`] if the pool gives
-/// no connection, and [`Error::TimedOut`] if there was no reply before the timeout. If the pool
-/// gives a connection inside a transaction, that is [`Error::InsideTransaction`] (a transaction of
-/// `begin_test_transaction` does not count). A hot standby, and a server that is set to refuse
-/// writes, are [`Error::Standby`]. With deadpool and bb8, awaiting outside a tokio runtime is
-/// [`Error::NoRuntime`]. Other failures are [`Error::Database`].
+/// Session locks fail with [`Error::Input`] for an invalid name or key, [`Error::Pool`] if the pool
+/// gives no connection, and [`Error::TimedOut`] if there was no reply before the timeout. If the
+/// pool gives a connection inside a transaction, that is [`Error::InsideTransaction`] (a
+/// transaction of `begin_test_transaction` does not count). A hot standby, and a server that is set
+/// to refuse writes, are [`Error::Standby`]. With deadpool and bb8, awaiting outside a tokio
+/// runtime is [`Error::NoRuntime`]. Other failures are [`Error::Database`].
 #[must_use = "a lock protects nothing until it is taken"]
 #[derive(Clone)]
 pub struct AdvisoryLock<P: Pool> {

@@ -166,8 +166,8 @@ pub enum Error {
     /// The permit or lease had expired before it was released or renewed, so its slot may have had
     /// another holder.
     #[error(
-        "the permit or lease of \"{0}\" had expired, and part of the work may have run at the same time as \
-         another holder's"
+        "the permit or lease of \"{0}\" had expired, and part of the work may have run at the same \
+         time as another holder's"
     )]
     PermitLost(String),
 

@@ -12,7 +12,8 @@ use crate::error::{Error, Result};
 /// The most bytes that fit into an index together with other columns.
 const LONGEST_TEXT: usize = 1000;
 
-/// Refuses a name, with or without a key, that is empty or that PostgreSQL could not store or index.
+/// Refuses a name, with or without a key, that is empty or that PostgreSQL could not store or
+/// index.
 pub(crate) fn name(name: &str) -> Result<()> {
     match name {
         "" => Err(Error::input("a name or a key must not be empty")),

@@ -81,9 +81,9 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name or key, for no slot or more than 1,000 slots, and for a timeout
-/// under a microsecond or over 1,000 years; [`Error::Pool`] if the pool gives no connection;
-/// [`Error::NotInstalled`]; [`Error::Standby`] if the server refuses to write; and
+/// [`Error::Input`] for an invalid name or key, for no slot or more than 1,000 slots, and for a
+/// timeout under a microsecond or over 1,000 years; [`Error::Pool`] if the pool gives no
+/// connection; [`Error::NotInstalled`]; [`Error::Standby`] if the server refuses to write; and
 /// [`Error::Database`].
 #[must_use = "a semaphore admits nobody until a permit is acquired"]
 #[derive(Clone)]

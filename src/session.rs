@@ -139,48 +139,41 @@ pub(crate) const fn is_closed(error: &DieselError) -> bool {
     )
 }
 
-/// Whether the session has ended, given an error from it.
+/// Whether the session has ended, given an error from it. Returns once the server has freed the
+/// locks of the transaction that failed: tokio-postgres returns the error before that, and a try on
+/// another session would find them taken.
 pub(crate) async fn has_ended<S: Session>(session: &mut S, error: &DieselError) -> bool {
-    is_closed(error) || is_unknown(error) && !session.is_alive().await
+    is_closed(error) || !session.is_alive().await
 }
 
-/// Converts an error of a statement on this crate's tables. Diesel has no kind for a missing table
-/// and, in the asynchronous half, none for a session that has ended. So another query finds out.
+/// Converts an error of a statement on this crate's tables. Diesel has no kind for a missing table,
+/// so another query finds out.
 pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
-    const IS_MISSING: &str = "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL AS is_missing";
-    if is_read_only(&error) {
-        return leave(session).await;
-    }
-    if !is_unknown(&error) {
-        return error.into();
-    }
-    if has_ended(session, &error).await {
-        return as_closed(error);
-    }
-    match session.one(&Statement::<Bool>::new(IS_MISSING, [])).await {
-        Ok(true) => Error::NotInstalled,
-        _ => error.into(),
+    const IS_MISSING: &str = "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL \
+         AS is_missing";
+    match classify(session, error).await {
+        Error::Database(error) if is_unknown(&error) => {
+            match session.one(&Statement::<Bool>::new(IS_MISSING, [])).await {
+                Ok(true) => Error::NotInstalled,
+                _ => error.into(),
+            }
+        }
+        error => error,
     }
 }
 
-/// As [`explain`], for a statement that needs no table.
+/// As [`explain`], for a statement that needs no table. Diesel has no kind for a session that has
+/// ended in the asynchronous half.
 pub(crate) async fn classify<S: Session>(session: &mut S, error: DieselError) -> Error {
+    let has_ended = has_ended(session, &error).await;
     if is_read_only(&error) {
-        leave(session).await
-    } else if has_ended(session, &error).await {
+        session.mark_broken();
+        Error::Standby
+    } else if has_ended {
         as_closed(error)
     } else {
         error.into()
     }
-}
-
-/// Leaves a server that refuses to write. Waits for its next reply, because tokio-postgres returns
-/// an error before the server has freed the locks of the transaction, and a try on another session
-/// of that server would find them taken.
-async fn leave<S: Session>(session: &mut S) -> Error {
-    session.is_alive().await;
-    session.mark_broken();
-    Error::Standby
 }
 
 /// Whether the server refuses to write: the primary is elsewhere.

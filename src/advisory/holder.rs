@@ -215,8 +215,8 @@ impl<C: Owner> Holder<C> {
         Ok((taken, sent))
     }
 
-    /// Waits on the server for the lock that was busy, and takes the others if they are free. Returns
-    /// whether all are held then.
+    /// Waits on the server for the lock that was busy, and takes the others if they are free.
+    /// Returns whether all are held then.
     async fn wait(&mut self, busy: Busy, limit: Duration, turns: &mut Turns) -> Result<bool> {
         let locks = self.locks();
         self.held().holds = Holds::Unsure(None);

@@ -165,7 +165,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Completes the request, now or, if the database cannot be reached, in the background until the
-/// request has expired anyway. Waits for a connection for `patience`, or for as long as for a reply.
+/// request has expired anyway. Waits for a connection for `patience`, or for as long as for a
+/// reply.
 async fn release<P: Pool>(
     lease: Arc<Lease<P>>,
     operation: &'static str,

@@ -15,7 +15,7 @@ use crate::half::schedule::RunDue;
 use crate::half::*;
 use crate::support::{
     IN_FLIGHT, Observer, Process, Wanted, assert_pool_whole, eventually, hourly, in_a_quick_round,
-    installed, number, once_at_least,
+    installed, number, once_at_least, run,
 };
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("returned");
@@ -218,6 +218,43 @@ fn a_release_takes_one_round_trip_whether_the_work_has_failed_or_not() {
             });
             proxy.set_delay(Duration::ZERO, Duration::ZERO);
         }
+    }
+}
+
+/// The statement fails while it holds the lock of the slot: its session may not write, or a trigger
+/// raises an error of a kind that Diesel knows. tokio-postgres returns an error before the server has
+/// ended the transaction, so the error is returned after the reply to one more message.
+#[test]
+fn what_a_failed_statement_held_is_free_when_its_error_is_returned() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
+    let other = crate::half::pool(&database, 1);
+    run(
+        &mut database.connect(),
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+            $$ BEGIN RAISE unique_violation; END $$;
+         CREATE TRIGGER refuse BEFORE INSERT ON resource_control.service_request FOR EACH ROW
+            WHEN (NEW.details = 'refused') EXECUTE FUNCTION refuse()",
+    );
+    let is_free = |pool: &PgPool| {
+        let permit = wait(SLOT.try_acquire(pool)).unwrap().admitted();
+        wait(permit.expect("the slot is free").release()).unwrap();
+    };
+    for _ in 0..20 {
+        wait(on_first(&pool, "SET default_transaction_read_only = on")).unwrap();
+        is_free(&pool);
+        let mut permit = None;
+        let granted = proxy.count(|| {
+            permit = wait(SLOT.try_acquire(&pool)).unwrap().admitted();
+        });
+        wait(permit.expect("the slot is free").release()).unwrap();
+        let failed = proxy.count(|| {
+            let refused = wait(SLOT.details("refused").try_acquire(&pool));
+            assert_matches!(refused, Err(Error::Database(_)));
+        });
+        assert_eq!(failed, granted + 1);
+        is_free(&other);
     }
 }
 

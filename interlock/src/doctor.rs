@@ -84,16 +84,14 @@ impl Doctor {
             self.ask(&database::sessions(&url)?, report)
         });
         asked.err().map(|failure| {
+            let otherwise = if is_connected {
+                "see the message"
+            } else {
+                "correct DATABASE_URL, such as postgres://app@db/app, or the variables of libpq, \
+                    such as PGSERVICE and PGSSLMODE"
+            };
             let remedy = refusal::remedy(&failure.message, &url);
-            let remedy = remedy.unwrap_or_else(|| match is_connected {
-                true => "see the message".to_owned(),
-                false => {
-                    "correct DATABASE_URL, such as postgres://app@db/app, or the variables of \
-                    libpq, such as PGSERVICE and PGSSLMODE"
-                        .to_owned()
-                }
-            });
-            report.fail(&failure, &remedy)
+            report.fail(&failure, remedy.as_deref().unwrap_or(otherwise))
         })
     }
 

@@ -136,15 +136,10 @@ fn main() {
         Command::Man => completions::man(),
     };
     process::exit(status.unwrap_or_else(|failure| {
-        let is_explained = ["`interlock ", "set the environment variable"];
-        let is_explained = is_explained.iter().any(|it| failure.message.contains(it));
-        if failure.status == Failure::SET_UP && !is_explained {
-            // What fails after the program has connected fails for want of the schema or a right.
-            let is_connected = !failure.message.contains("cannot be reached");
-            let option = if is_connected { " --needs-schema" } else { "" };
-            say!("{failure}; see `interlock doctor{option}`");
-        } else if !failure.message.is_empty() {
-            say!("{failure}");
+        match failure.remedy {
+            Some(command) => say!("{failure}; see `{command}`"),
+            None if failure.message.is_empty() => {}
+            None => say!("{failure}"),
         }
         failure.status
     }));
@@ -155,6 +150,8 @@ fn main() {
 struct Failure {
     status: i32,
     message: String,
+    /// The command that finds a remedy, where the message has none.
+    remedy: Option<&'static str>,
 }
 
 impl Failure {
@@ -170,6 +167,7 @@ impl Failure {
         Self {
             status,
             message: message.to_string(),
+            remedy: None,
         }
     }
 }
@@ -197,10 +195,13 @@ impl From<Error> for Failure {
         if matches!(error, Error::NotExclusive(_)) {
             message += "; `interlock run --lease` works there";
         }
-        Self::new(
-            status,
-            message.replace("`migrations::install`", "`interlock install`"),
-        )
+        let message = message.replace("`migrations::install`", "`interlock install`");
+        // A right is missing, or another session has locked the table.
+        let is_refused = status == Self::SET_UP && matches!(error, Error::Database(_));
+        Self {
+            remedy: is_refused.then_some("interlock doctor --needs-schema"),
+            ..Self::new(status, message)
+        }
     }
 }
 

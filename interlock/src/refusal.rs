@@ -239,7 +239,10 @@ pub(crate) fn failure(text: &str, url: &str) -> Failure {
     } else {
         without_user_info(text, url)
     };
-    Failure::new(status, unreachable(&text))
+    Failure {
+        remedy: is_set_up.then_some("interlock doctor"),
+        ..Failure::new(status, unreachable(&text))
+    }
 }
 
 /// Hides the quotations in libpq's error that may be the password of a URL that libpq could not

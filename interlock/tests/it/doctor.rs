@@ -13,6 +13,14 @@ use workbench::{Cluster, Database, Endpoint, RoundTrips, StopMode};
 use crate::support::doctor::*;
 use crate::support::*;
 
+/// A healthy server, and a database with the schema.
+fn healthy_with_schema() -> (Cluster, Database) {
+    let cluster = healthy();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    (cluster, database)
+}
+
 /// A server, or a pooler, that accepts clients and then sends nothing.
 fn silent_server() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -115,10 +123,8 @@ fn each_fault_is_reported_once_also_on_a_standby() {
 /// by the word, and that its remedy repairs the fault.
 #[track_caller]
 fn assert_repaired(faults: &[(&str, &str)]) {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
     for (fault, word) in faults {
@@ -203,10 +209,8 @@ fn columns_that_were_dropped_are_repaired() {
 /// Each fault breaks a promise of the schema. `doctor` reports it by the word.
 #[test]
 fn objects_that_are_not_as_installed_are_reported_and_repaired() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("CREATE ROLE app LOGIN; CREATE ROLE nobody");
     grant(&database, "--set=role=app");
@@ -422,9 +426,7 @@ fn a_column_that_a_view_reads_gets_its_type_back() {
 
 #[test]
 fn a_view_whose_owner_may_not_read_its_table_is_named() {
-    let cluster = healthy();
-    let database = cluster.database();
-    migrations::install(&database.pool(1)).unwrap();
+    let (_cluster, database) = healthy_with_schema();
     let mut session = Session::of(&database);
     session.sql("CREATE ROLE app LOGIN; CREATE ROLE nobody");
     grant(&database, "--set=role=app");
@@ -438,9 +440,7 @@ fn a_view_whose_owner_may_not_read_its_table_is_named() {
 /// Of a role without any right on the schema, only that is reported.
 #[test]
 fn a_role_that_may_not_use_the_schema_has_one_finding() {
-    let cluster = healthy();
-    let database = cluster.database();
-    migrations::install(&database.pool(1)).unwrap();
+    let (_cluster, database) = healthy_with_schema();
     Session::of(&database).sql("CREATE ROLE app LOGIN");
     let (_, lines) = found(&database.url_with("user", "app"), "--needs-schema");
     let bad: Vec<_> = lines.iter().filter(|line| line["level"] != "ok").collect();
@@ -450,9 +450,7 @@ fn a_role_that_may_not_use_the_schema_has_one_finding() {
 
 #[test]
 fn what_others_have_put_into_the_schema_is_their_own() {
-    let cluster = healthy();
-    let database = cluster.database();
-    migrations::install(&database.pool(1)).unwrap();
+    let (_cluster, database) = healthy_with_schema();
     let mut session = Session::of(&database);
     session.sql("CREATE ROLE app LOGIN");
     grant(&database, "--set=role=app");
@@ -472,10 +470,8 @@ fn what_others_have_put_into_the_schema_is_their_own() {
 #[test]
 fn a_lost_sequence_does_not_begin_again() {
     const DRAW: &str = "resource_control.next_token('resource_control.fencing_token')";
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("SELECT setval('resource_control.fencing_token', 700)");
     session.sql("DROP SEQUENCE resource_control.fencing_token");
@@ -489,10 +485,8 @@ fn a_lost_sequence_does_not_begin_again() {
 /// Otherwise no program would find the schema any more.
 #[test]
 fn a_repair_that_fails_leaves_the_schema_installed() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     Session::of(&database).sql(
         "DROP FUNCTION resource_control.pass_fence;
          CREATE FUNCTION resource_control.pass_fence(name text, what bigint) RETURNS boolean
@@ -505,10 +499,8 @@ fn a_repair_that_fails_leaves_the_schema_installed() {
 
 #[test]
 fn a_session_that_keeps_a_table_for_itself_is_named_and_ended() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut holder = Session::of(&database);
     holder.take("held");
     let mut session = Session::of(&database);
@@ -598,10 +590,8 @@ fn a_view_with_other_columns_is_created_again() {
 
 #[test]
 fn times_of_a_clock_that_was_ahead_are_reported_and_set_back() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'it''s'");
     for (fault, word) in [
@@ -647,10 +637,8 @@ fn times_of_a_clock_that_was_ahead_are_reported_and_set_back() {
 #[test]
 fn a_token_that_nobody_has_drawn_blocks_no_other_token() {
     const DRAW: &str = "resource_control.next_token('resource_control.fencing_token')";
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     let before = session.number(DRAW);
     let passes = |token: &str| format!("resource_control.pass_fence('f', {token})::int");
@@ -803,10 +791,8 @@ fn standbys_are_judged_as_each_role_sees_them() {
 
 #[test]
 fn roles_that_may_connect_without_need_are_reported_and_shut_out() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql(
         "CREATE ROLE stranger LOGIN; CREATE ROLE app LOGIN; GRANT USAGE ON SCHEMA
@@ -841,9 +827,7 @@ fn roles_that_may_connect_without_need_are_reported_and_shut_out() {
 
 #[test]
 fn the_remedy_of_a_missing_right_grants_it() {
-    let cluster = healthy();
-    let database = cluster.database();
-    migrations::install(&database.pool(1)).unwrap();
+    let (_cluster, database) = healthy_with_schema();
     Session::of(&database).sql("CREATE ROLE \"the app\" LOGIN");
     let url = &database.url_with("user", "the app");
     remedied(
@@ -905,10 +889,8 @@ fn the_remedy_of_what_holds_back_vacuum_ends_it() {
 
 #[test]
 fn stuck_holders_of_each_kind_are_reported_and_ended() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.take("x");
     let mut in_transaction = Session::of(&database);
@@ -1067,10 +1049,8 @@ fn a_set_up_by_the_checklist_passes_the_check_of_the_checklist() {
 
 #[test]
 fn tokens_never_go_down_after_a_sequence_was_lost() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql(
         "INSERT INTO resource_control.schedule (name, tick, token) VALUES ('hourly', now(), 700);
@@ -1086,10 +1066,8 @@ fn tokens_never_go_down_after_a_sequence_was_lost() {
 
 #[test]
 fn a_copy_fails_until_its_owner_has_installed() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql(
         "CREATE ROLE app LOGIN; UPDATE resource_control.token_base SET identity = '';
@@ -1114,10 +1092,8 @@ fn a_copy_fails_until_its_owner_has_installed() {
 
 #[test]
 fn an_index_of_slots_with_another_definition_is_created_again() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     let name = "service_request_in_flight";
     let create = format!("INDEX {name} ON resource_control.service_request (service, slot)");
@@ -1226,10 +1202,8 @@ fn a_database_of_another_encoding_has_a_new_one_beside_it() {
 
 #[test]
 fn ids_of_requests_that_were_not_copied_go_on() {
-    let cluster = healthy();
-    let database = cluster.database();
+    let (_cluster, database) = healthy_with_schema();
     let url = &database.url();
-    migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     let mut claimed = 0;
     for fault in [
@@ -1296,9 +1270,7 @@ fn tables_that_nobody_prunes_are_named_until_they_are_pruned() {
 
 #[test]
 fn a_transaction_that_a_round_trip_would_end_is_named_and_cured() {
-    let cluster = healthy();
-    let database = cluster.database();
-    migrations::install(&database.pool(1)).unwrap();
+    let (_cluster, database) = healthy_with_schema();
     Session::of(&database).sql(
         "CREATE ROLE app LOGIN; ALTER ROLE app SET idle_in_transaction_session_timeout = '1ms'",
     );
